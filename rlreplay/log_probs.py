@@ -1,0 +1,331 @@
+"""The entry points: a trainer's logits to per-sample log-probs, entropy and the other scores.
+
+Shapes: `B` samples, `S` positions of a padded row, `T` rows of a packed stream and `V` vocabulary
+columns, all as this rank holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlreplay.errors import ReplayError
+from rlreplay.layout import RowLayout
+from rlreplay.parallel import ParallelState
+from rlreplay.plan import OnMissingToken, ReplayPlan, tokens_on_host
+from rlreplay.sampling_mask import (
+    IntArray,
+    IntArrayLike,
+    RolloutSamplingMask,
+    integer_array,
+)
+from rlreplay.scores import Backend, score_logits
+
+
+@dataclass(frozen=True)
+class ScoringConfig:
+    """How a trainer's logits are laid out and scored. A value: nothing reads a global.
+
+    Attributes:
+        qkv_format: `"thd"`, logits `[1, T, V]` of a packed stream, or `"bshd"`, logits `[B, S, V]`.
+        temperature: the rollout's sampling temperature; divides the logits.
+        cp_layout: which sequence shards a CP rank holds, `"zigzag"` or `"contiguous"` (all-gather
+            CP, Ulysses); without CP they are the same.
+        redistribute_to_zigzag: give the results of contiguous CP in the zigzag layout.
+        vocab_size: true size of the vocabulary; None where the logits have no padded columns.
+        true_on_policy: reproduce the bits of an engine's `log_softmax` over the full row.
+        on_missing_token: see `ReplayPlan.build`.
+        backend: see `score_logits`.
+    """
+
+    qkv_format: Literal["thd", "bshd"] = "thd"
+    temperature: float = 1.0
+    cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
+    redistribute_to_zigzag: bool = False
+    vocab_size: int | None = None
+    true_on_policy: bool = False
+    on_missing_token: OnMissingToken = "raise"
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        _check_choice("qkv_format", self.qkv_format, ("thd", "bshd"))
+        _check_choice("cp_layout", self.cp_layout, ("zigzag", "contiguous"))
+        _check_choice("on_missing_token", self.on_missing_token, ("raise", "include"))
+        if self.redistribute_to_zigzag and self.cp_layout != "contiguous":
+            raise ReplayError(
+                "nothing to redistribute",
+                expected="cp_layout='contiguous' with redistribute_to_zigzag=True",
+                got=f"cp_layout={self.cp_layout!r}",
+                consequence="results would be taken for those of another layout",
+            )
+
+
+class ResponseRows(NamedTuple):
+    """One sample's share of the logits on this rank."""
+
+    logits_rows: Float[Tensor, "rows V"]
+    """raw logits, no temperature: also good for values and distillation"""
+    target_tokens: Int[Tensor, " rows"]
+    """the response token that each row scores"""
+    response_indices: Int[Tensor, " rows"]
+    """its index in the whole response"""
+
+
+def get_log_probs_and_entropy(
+    logits: Float[Tensor, "B S V"],
+    *,
+    unconcat_tokens: Sequence[IntArrayLike],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    config: ScoringConfig,
+    parallel: ParallelState | None = None,
+    rollout_sampling_mask: Sequence[RolloutSamplingMask] | None = None,
+    with_entropy: bool = False,
+    entropy_requires_grad: bool = True,
+    max_seq_lens: int | Sequence[int] | None = None,
+    padded_lengths: Sequence[int] | None = None,
+    scores: Collection[str] = (),
+    plan: ReplayPlan | None = None,
+) -> dict[str, list[Float[Tensor, " rows"]]]:
+    """Log-probs of the sampled tokens on their rollout supports, and other scores, per sample.
+
+    Equivalent to `masked_log_softmax(logits / temperature, support)` at the sampled tokens;
+    without masks, to the ordinary log-prob over the full vocabulary. Entropy is over the full
+    vocabulary in both cases. Call it inside the loss.
+
+    Args:
+        logits: float `[1, T, V]` (thd) or `[B, S, V]` (bshd): this rank's sequence and vocab
+            shards, before temperature. A `[B, S, V]` whose rows are not evenly spaced in memory
+            is copied.
+        unconcat_tokens: for each sample its whole token ids, int `[total_length]`, prompt first.
+        total_lengths: prompt + response tokens of each sample.
+        response_lengths: response tokens of each sample.
+        config: layout and scoring, the same on every rank.
+        parallel: this rank's place in its groups; None is a single rank.
+        rollout_sampling_mask: for each sample its whole response's supports, on every rank; None
+            for the full vocabulary.
+        with_entropy: add `"entropy"`.
+        entropy_requires_grad: whether the entropy takes part in the gradient (a bonus in the
+            loss) or is a metric.
+        max_seq_lens: bshd: the common padded length of the samples, before CP; by default that
+            of the logits.
+        padded_lengths: thd: length that each sample takes in the stream, where the trainer pads.
+        scores: further names of `rlreplay.scores.Scores`, all differentiable.
+        plan: a plan built before for this micro-batch (PPO epochs, actor and reference), instead
+            of building one; `unconcat_tokens` and `rollout_sampling_mask` are then not read.
+
+    Returns:
+        For `"log_probs"` and each further score one tensor a sample, `[response rows of the sample
+        on this rank]`, in the order of the response; float32, or float64 for float64 logits.
+
+    Collectives: those of `score_logits`; with `redistribute_to_zigzag` on more than one CP rank
+    one SUM all-reduce over the CP group more, and one in the backward.
+
+    Raises:
+        ReplayError: anything that does not fit, on every rank and before any collective.
+    """
+    _check_supported(config)
+    parallel = parallel or ParallelState.single()
+    batch = _Batch(total_lengths, response_lengths, max_seq_lens, padded_lengths)
+    layout = batch.layout_of(logits, config, parallel)
+    target = batch.zigzag_of(layout, config) if config.redistribute_to_zigzag else layout
+    if plan is None:
+        plan = ReplayPlan.build(
+            unconcat_tokens,
+            rollout_sampling_mask,
+            layout,
+            parallel=parallel,
+            vocab_size=config.vocab_size or logits.shape[-1] * parallel.tp_size,
+            device=logits.device,
+            on_missing_token=config.on_missing_token,
+            shard_columns=logits.shape[-1],
+        )
+    elif (plan.layout, plan.parallel) != (layout, parallel):
+        raise ReplayError(
+            "the plan was built for another micro-batch or rank",
+            expected="the plan of these lengths, this layout and this rank",
+            got=f"one of {plan.layout.num_samples} samples with {plan.num_rows} rows here",
+            consequence="rows would be scored on another batch's supports",
+        )
+    wanted = {"log_probs", *scores} | ({"entropy"} if with_entropy else set())
+    metrics = {"entropy"} if with_entropy and not entropy_requires_grad else set()
+    flat = score_logits(
+        logits.reshape(-1, logits.shape[-1]),
+        plan,
+        scores=wanted,
+        differentiable=wanted - metrics,
+        temperature=config.temperature,
+        backend=config.backend,
+    ).asked()
+    if target is layout:
+        return {name: layout.split(values) for name, values in flat.items()}
+    return _redistributed(flat, metrics, layout, target, parallel)
+
+
+def _redistributed(
+    flat: dict[str, Tensor],
+    metrics: set[str],
+    layout: RowLayout,
+    target: RowLayout,
+    parallel: ParallelState,
+) -> dict[str, list[Tensor]]:
+    """Results of one layout in another: all scores travel together, in one collective."""
+    together = torch.stack(list(flat.values()), dim=-1)
+    moved = layout.redistribute(layout.split(together), target, parallel.cp_group)
+    by_name = {name: [part[:, k] for part in moved] for k, name in enumerate(flat)}
+    return {k: [v.detach() for v in vs] if k in metrics else vs for k, vs in by_name.items()}
+
+
+def get_responses(
+    logits: Float[Tensor, "B S V"],
+    *,
+    unconcat_tokens: Sequence[IntArrayLike],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    config: ScoringConfig,
+    parallel: ParallelState | None = None,
+    max_seq_lens: int | Sequence[int] | None = None,
+    padded_lengths: Sequence[int] | None = None,
+) -> Iterator[ResponseRows]:
+    """The rows of this rank that score each sample's response, in the order of the response.
+
+    For those who want the rows themselves (values, distillation). They are raw: no temperature,
+    views where the rows are consecutive. Arguments as in `get_log_probs_and_entropy`; the last
+    dimension may be anything. Checks run before the first sample is yielded.
+
+    Collectives: none.
+    """
+    parallel = parallel or ParallelState.single()
+    batch = _Batch(total_lengths, response_lengths, max_seq_lens, padded_lengths)
+    layout = batch.layout_of(logits, config, parallel)
+    tokens = tokens_on_host(unconcat_tokens, layout)
+    return _response_rows(logits.reshape(-1, logits.shape[-1]), tokens, layout)
+
+
+def _response_rows(
+    rows: Tensor, tokens: list[IntArray], layout: RowLayout
+) -> Iterator[ResponseRows]:
+    for i, spans in enumerate(layout.spans):
+        parts = [rows[s.local_row : s.local_row + s.length] for s in spans]
+        indices = layout.response_indices(i)
+        prompt = layout.total_lengths[i] - layout.response_lengths[i]
+        yield ResponseRows(
+            parts[0] if len(parts) == 1 else torch.cat([rows[:0], *parts]),
+            torch.from_numpy(tokens[i][prompt + indices]).to(rows.device),
+            torch.from_numpy(indices).to(rows.device),
+        )
+
+
+class _Batch(NamedTuple):
+    """The lengths of a micro-batch, as the caller gives them."""
+
+    total_lengths: Sequence[int]
+    response_lengths: Sequence[int]
+    max_seq_lens: int | Sequence[int] | None
+    padded_lengths: Sequence[int] | None
+
+    def layout_of(
+        self, logits: Tensor, config: ScoringConfig, parallel: ParallelState
+    ) -> RowLayout:
+        """The row map of this rank; refused where the logits do not have its shape."""
+        self._check_shape(logits, config.qkv_format)
+        lengths = (self.total_lengths, self.response_lengths)
+        padded, width = (
+            self.padded_lengths,
+            self._width(logits, config, parallel.cp_size),
+        )
+        rank, size = parallel.cp_rank, parallel.cp_size
+        if size == 1 and width is None:
+            layout = RowLayout.packed(*lengths, padded_lengths=padded)
+        elif size == 1 and width is not None:
+            layout = RowLayout.padded(*lengths, max_seq_len=width, padded_lengths=padded)
+        elif config.cp_layout == "zigzag":
+            layout = RowLayout.zigzag(
+                *lengths,
+                cp_rank=rank,
+                cp_size=size,
+                max_seq_len=width,
+                padded_lengths=padded,
+            )
+        else:
+            layout = RowLayout.contiguous(
+                *lengths,
+                cp_rank=rank,
+                cp_size=size,
+                max_seq_len=width,
+                padded_lengths=padded,
+                stream_length=logits.shape[1] * size if width is None else None,
+            )
+        layout.check_rows(logits.shape[0] * logits.shape[1])
+        return layout
+
+    def zigzag_of(self, layout: RowLayout, config: ScoringConfig) -> RowLayout:
+        """The zigzag layout of the micro-batch and rank of a contiguous one."""
+        if layout.cp_size == 1:
+            return layout
+        width = self._common_length() if config.qkv_format == "bshd" else None
+        if config.qkv_format == "bshd" and width is None:
+            width = layout.num_local_rows // layout.num_samples * layout.cp_size
+        return RowLayout.zigzag(
+            self.total_lengths,
+            self.response_lengths,
+            cp_rank=layout.cp_rank,
+            cp_size=layout.cp_size,
+            max_seq_len=width,
+            padded_lengths=self.padded_lengths,
+        )
+
+    def _width(self, logits: Tensor, config: ScoringConfig, cp_size: int) -> int | None:
+        """The padded length of a bshd sample before CP; None for thd."""
+        if config.qkv_format == "thd":
+            return None
+        width = self._common_length()
+        return logits.shape[1] * cp_size if width is None else width
+
+    def _common_length(self) -> int | None:
+        if self.max_seq_lens is None or isinstance(self.max_seq_lens, int):
+            return self.max_seq_lens
+        lengths = set(integer_array(self.max_seq_lens, "max_seq_lens").tolist())
+        if len(self.max_seq_lens) != len(self.total_lengths) or len(lengths) > 1:
+            raise ReplayError(
+                "max_seq_lens are not those of one padded batch",
+                expected=f"the same length for each of {len(self.total_lengths)} samples",
+                got=f"{len(self.max_seq_lens)} lengths, {len(lengths)} of them distinct",
+                consequence="rows would be read as another sample's",
+            )
+        return lengths.pop() if lengths else None
+
+    def _check_shape(self, logits: Tensor, qkv_format: str) -> None:
+        batch = 1 if qkv_format == "thd" else len(self.total_lengths)
+        if logits.ndim != 3 or logits.shape[0] != batch:
+            raise ReplayError(
+                f"logits are not a {qkv_format} batch",
+                expected=f"shape [{batch}, positions, columns]",
+                got=f"shape {tuple(logits.shape)}",
+                consequence="rows would be read as another sample's",
+            )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ReplayError(
+            f"unknown {name}",
+            expected=f"one of {list(choices)}",
+            got=repr(value),
+            consequence="logits would be read in a layout that nobody chose",
+        )
+
+
+def _check_supported(config: ScoringConfig) -> None:
+    if config.true_on_policy:
+        raise ReplayError(
+            "true on-policy scoring is not available yet",
+            expected="true_on_policy=False",
+            got="True",
+            consequence="scores would not have the engine's bits",
+        )
