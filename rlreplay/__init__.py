@@ -2,7 +2,8 @@
 
 Supports: `RolloutSamplingMask`, `Rollout`, and `rlreplay.engines` that make them of payloads.
 Laying out: `RowLayout`, `ParallelState`, `ReplayPlan`, `build_local_sampling_mask`.
-Scoring: `get_log_probs_and_entropy`, `get_responses`, `score_logits`, `masked_log_softmax`.
+Scoring: `get_log_probs_and_entropy`, `get_responses`, `score_logits`, `score_assembled`,
+`masked_log_softmax`.
 """
 
 from rlreplay.errors import (
@@ -23,7 +24,7 @@ from rlreplay.parallel import ParallelState
 from rlreplay.plan import ReplayPlan, build_local_sampling_mask
 from rlreplay.rollout import Rollout, WeightVersionSpan
 from rlreplay.sampling_mask import RolloutSamplingMask
-from rlreplay.scores import SCORE_NAMES, Scores, score_logits
+from rlreplay.scores import SCORE_NAMES, Scores, score_assembled, score_logits
 
 __version__ = "0.1.0"
 
@@ -46,5 +47,6 @@ __all__ = [
     "get_log_probs_and_entropy",
     "get_responses",
     "masked_log_softmax",
+    "score_assembled",
     "score_logits",
 ]

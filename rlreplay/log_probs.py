@@ -24,7 +24,7 @@ from rlreplay.sampling_mask import (
     RolloutSamplingMask,
     integer_array,
 )
-from rlreplay.scores import Backend, score_logits
+from rlreplay.scores import Backend, score_assembled, score_logits
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class ScoringConfig:
             CP, Ulysses); without CP they are the same.
         redistribute_to_zigzag: give the results of contiguous CP in the zigzag layout.
         vocab_size: true size of the vocabulary; None where the logits have no padded columns.
-        true_on_policy: reproduce the bits of an engine's `log_softmax` over the full row.
+        true_on_policy: reproduce the bits of an engine's `log_softmax` over the full row in the
+            model's dtype (`score_assembled`).
+        model_dtype: that dtype, where the logits come in a wider one; only for `true_on_policy`.
         on_missing_token: see `ReplayPlan.build`.
         backend: see `score_logits`.
     """
@@ -49,6 +51,7 @@ class ScoringConfig:
     redistribute_to_zigzag: bool = False
     vocab_size: int | None = None
     true_on_policy: bool = False
+    model_dtype: torch.dtype | None = None
     on_missing_token: OnMissingToken = "raise"
     backend: Backend = "auto"
 
@@ -56,6 +59,13 @@ class ScoringConfig:
         _check_choice("qkv_format", self.qkv_format, ("thd", "bshd"))
         _check_choice("cp_layout", self.cp_layout, ("zigzag", "contiguous"))
         _check_choice("on_missing_token", self.on_missing_token, ("raise", "include"))
+        if self.model_dtype is not None and not self.true_on_policy:
+            raise ReplayError(
+                "model_dtype without true_on_policy",
+                expected="true_on_policy=True, or no model_dtype",
+                got=f"{self.model_dtype}",
+                consequence="scores would be taken to have that dtype's bits",
+            )
         if self.redistribute_to_zigzag and self.cp_layout != "contiguous":
             raise ReplayError(
                 "nothing to redistribute",
@@ -123,48 +133,83 @@ def get_log_probs_and_entropy(
         For `"log_probs"` and each further score one tensor a sample, `[response rows of the sample
         on this rank]`, in the order of the response; float32, or float64 for float64 logits.
 
-    Collectives: those of `score_logits`; with `redistribute_to_zigzag` on more than one CP rank
-    one SUM all-reduce over the CP group more, and one in the backward.
+    Collectives: that of `ParallelState.agreed` unless a plan is given; those of `score_logits`
+    (`score_assembled` with `true_on_policy`); with `redistribute_to_zigzag` on more than one CP
+    rank one SUM all-reduce over the CP group more, and one in the backward.
 
     Raises:
         ReplayError: anything that does not fit, on every rank and before any collective.
     """
-    _check_supported(config)
     parallel = parallel or ParallelState.single()
     batch = _Batch(total_lengths, response_lengths, max_seq_lens, padded_lengths)
-    layout = batch.layout_of(logits, config, parallel)
-    target = batch.zigzag_of(layout, config) if config.redistribute_to_zigzag else layout
-    if plan is None:
-        plan = ReplayPlan.build(
+
+    def prepare() -> _Prepared:
+        layout = batch.layout_of(logits, config, parallel)
+        moves = config.redistribute_to_zigzag and parallel.cp_size > 1
+        target = batch.zigzag_of(layout, config) if moves else None
+        if plan is not None:
+            _check_plan(plan, layout, parallel)
+            return _Prepared(plan, target)
+        columns = logits.shape[-1] * parallel.tp_size
+        built = ReplayPlan.build(
             unconcat_tokens,
             rollout_sampling_mask,
             layout,
             parallel=parallel,
-            vocab_size=config.vocab_size or logits.shape[-1] * parallel.tp_size,
+            vocab_size=columns if config.vocab_size is None else config.vocab_size,
             device=logits.device,
             on_missing_token=config.on_missing_token,
             shard_columns=logits.shape[-1],
+            assembled=config.true_on_policy,
+            check_agreement=False,
         )
-    elif (plan.layout, plan.parallel) != (layout, parallel):
-        raise ReplayError(
-            "the plan was built for another micro-batch or rank",
-            expected="the plan of these lengths, this layout and this rank",
-            got=f"one of {plan.layout.num_samples} samples with {plan.num_rows} rows here",
-            consequence="rows would be scored on another batch's supports",
-        )
+        return _Prepared(built, target)
+
+    if plan is None:  # ranks agree once a plan, not once a score
+        prepared = parallel.agreed(prepare, lambda p: p.plan.fingerprint, logits.device)
+    else:
+        prepared = prepare()
     wanted = {"log_probs", *scores} | ({"entropy"} if with_entropy else set())
     metrics = {"entropy"} if with_entropy and not entropy_requires_grad else set()
-    flat = score_logits(
-        logits.reshape(-1, logits.shape[-1]),
+    flat = _scored(logits, prepared.plan, config, wanted, wanted - metrics)
+    layout, target = prepared.plan.layout, prepared.target
+    if target is None:
+        return {name: layout.split(values) for name, values in flat.items()}
+    return _redistributed(flat, metrics, layout, target, parallel)
+
+
+class _Prepared(NamedTuple):
+    """What is known before the first score: the plan, and the layout that results move to."""
+
+    plan: ReplayPlan
+    target: RowLayout | None
+
+
+def _scored(
+    logits: Tensor,
+    plan: ReplayPlan,
+    config: ScoringConfig,
+    wanted: set[str],
+    differentiable: set[str],
+) -> dict[str, Tensor]:
+    rows = logits.reshape(-1, logits.shape[-1])
+    if config.true_on_policy:
+        return score_assembled(
+            rows,
+            plan,
+            scores=wanted,
+            differentiable=differentiable,
+            temperature=config.temperature,
+            model_dtype=config.model_dtype,
+        ).asked()
+    return score_logits(
+        rows,
         plan,
         scores=wanted,
-        differentiable=wanted - metrics,
+        differentiable=differentiable,
         temperature=config.temperature,
         backend=config.backend,
     ).asked()
-    if target is layout:
-        return {name: layout.split(values) for name, values in flat.items()}
-    return _redistributed(flat, metrics, layout, target, parallel)
 
 
 def _redistributed(
@@ -266,8 +311,6 @@ class _Batch(NamedTuple):
 
     def zigzag_of(self, layout: RowLayout, config: ScoringConfig) -> RowLayout:
         """The zigzag layout of the micro-batch and rank of a contiguous one."""
-        if layout.cp_size == 1:
-            return layout
         width = self._common_length() if config.qkv_format == "bshd" else None
         if config.qkv_format == "bshd" and width is None:
             width = layout.num_local_rows // layout.num_samples * layout.cp_size
@@ -321,11 +364,11 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         )
 
 
-def _check_supported(config: ScoringConfig) -> None:
-    if config.true_on_policy:
+def _check_plan(plan: ReplayPlan, layout: RowLayout, parallel: ParallelState) -> None:
+    if (plan.layout, plan.parallel) != (layout, parallel):
         raise ReplayError(
-            "true on-policy scoring is not available yet",
-            expected="true_on_policy=False",
-            got="True",
-            consequence="scores would not have the engine's bits",
+            "the plan was built for another micro-batch or rank",
+            expected="the plan of these lengths, this layout and this rank",
+            got=f"one of {plan.layout.num_samples} samples with {plan.num_rows} rows here",
+            consequence="rows would be scored on another batch's supports",
         )

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from rlreplay.errors import ReplayError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ParallelState:
     """Ranks, sizes and groups of the tensor-parallel (vocab) and context-parallel (sequence) axes.
 
-    A group of None means that the axis has size 1; it never means the whole world.
+    A group of None means that the axis has size 1; it never means the whole world. `tp_cp_group`
+    is the group of both axes together, where the trainer has one: with it, `agreed` needs one
+    collective instead of one for each axis.
 
     Raises:
-        ReplayError: a rank outside its size, or an axis larger than 1 without a group.
+        ReplayError: a rank outside its size, an axis larger than 1 without a group, or a
+            `tp_cp_group` of another size than tp x cp.
     """
 
     tp_rank: int = 0
@@ -25,10 +33,12 @@ class ParallelState:
     cp_rank: int = 0
     cp_size: int = 1
     cp_group: dist.ProcessGroup | None = None
+    tp_cp_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         _check_axis("tensor", self.tp_rank, self.tp_size, self.tp_group)
         _check_axis("context", self.cp_rank, self.cp_size, self.cp_group)
+        _check_joint(self.tp_cp_group, self.tp_size * self.cp_size)
 
     @classmethod
     def single(cls) -> ParallelState:
@@ -40,11 +50,12 @@ class ParallelState:
         cls,
         tp_group: dist.ProcessGroup | None = None,
         cp_group: dist.ProcessGroup | None = None,
+        tp_cp_group: dist.ProcessGroup | None = None,
     ) -> ParallelState:
         """From process groups that this rank belongs to; None for an axis of size 1."""
         tp_rank, tp_size = _place_in("tensor", tp_group)
         cp_rank, cp_size = _place_in("context", cp_group)
-        return cls(tp_rank, tp_size, tp_group, cp_rank, cp_size, cp_group)
+        return cls(tp_rank, tp_size, tp_group, cp_rank, cp_size, cp_group, tp_cp_group)
 
     @classmethod
     def from_megatron(cls) -> ParallelState:
@@ -65,10 +76,69 @@ class ParallelState:
             )
         tp_group = parallel_state.get_tensor_model_parallel_group()
         cp_group = parallel_state.get_context_parallel_group()
+        both = parallel_state.get_tensor_and_context_parallel_group()
         return cls.from_groups(
-            tp_group if dist.get_world_size(tp_group) > 1 else None,
-            cp_group if dist.get_world_size(cp_group) > 1 else None,
+            *(g if dist.get_world_size(g) > 1 else None for g in (tp_group, cp_group, both))
         )
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there is more than this one rank."""
+        return self.tp_size * self.cp_size > 1
+
+    def agreed(
+        self,
+        attempt: Callable[[], T],
+        fingerprint: Callable[[T], int],
+        device: torch.device | str,
+    ) -> T:
+        """What `attempt()` returns, if it succeeds on every rank with the same fingerprint.
+
+        A rank whose attempt raises still enters the collectives, so that no peer waits for it and
+        every rank raises.
+
+        Args:
+            attempt: checks and prepares; enters no collective.
+            fingerprint: of what it returned, a number in [0, 2**32).
+            device: of the few numbers exchanged; one that the groups' backend handles.
+
+        Collectives: one MAX all-reduce of four integers over `tp_cp_group`, or over the TP and
+        then the CP group where that is None; none on a single rank.
+
+        Raises:
+            Exception: what `attempt` raised on this rank.
+            ReplayError: it raised on another rank, or fingerprints differ.
+        """
+        groups = [self.tp_cp_group] if self.tp_cp_group else [self.tp_group, self.cp_group]
+        error, state = None, [1, 0, 0, 0]
+        try:
+            result = attempt()
+            mark = fingerprint(result)
+            state = [0, 0, mark, -mark]
+        except Exception as raised:
+            error = raised
+        for group in filter(None, groups):
+            shared = torch.tensor(state, dtype=torch.int64, device=device)
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+            failed, differed, most, minus_least = shared.tolist()
+            state = [failed, max(differed, int(most != -minus_least)), most, minus_least]
+        if error is not None:
+            raise error
+        if state[0]:
+            raise ReplayError(
+                "another rank refused this micro-batch",
+                expected="the same valid lengths, tokens and masks on every rank",
+                got="an error on a rank of this model-parallel group, whose log tells it",
+                consequence="the ranks that went on would wait in their next collective",
+            )
+        if state[1]:
+            raise ReplayError(
+                "the ranks hold different data for one micro-batch",
+                expected="the same lengths, tokens and masks on every rank",
+                got="others (masks on some ranks and none on others, say)",
+                consequence="shards of different scores would be added up",
+            )
+        return result
 
 
 def _place_in(axis: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -83,6 +153,16 @@ def _place_in(axis: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
             consequence="its collectives would wait for ranks that never enter them",
         )
     return rank, dist.get_world_size(group)
+
+
+def _check_joint(group: dist.ProcessGroup | None, size: int) -> None:
+    if group is not None and dist.get_world_size(group) != size:
+        raise ReplayError(
+            "tp_cp_group is not the group of both axes",
+            expected=f"{size} ranks",
+            got=f"{dist.get_world_size(group)}",
+            consequence="an error on one rank would leave others waiting",
+        )
 
 
 def _check_axis(axis: str, rank: int, size: int, group: dist.ProcessGroup | None) -> None:

@@ -5,6 +5,7 @@ Shapes: `R` response rows on this rank, `N` support ids of these rows on this ra
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +62,9 @@ class ReplayPlan:
         parallel: this rank's place in its groups.
         vocab_size: true size of the vocabulary.
         shard: this rank's columns.
+        assembled: whether the supports are laid over the whole vocabulary, for
+            `score_assembled`, instead of over this rank's shard.
+        fingerprint: a checksum of the whole micro-batch, by which ranks tell whether they agree.
         num_missing: sampled tokens of the whole micro-batch that were added to their support
             (`on_missing_token="include"`); the same on every rank.
         rows: int64 `[R]`, the logits row of each response row.
@@ -77,6 +81,8 @@ class ReplayPlan:
     parallel: ParallelState
     vocab_size: int
     shard: VocabShard
+    assembled: bool
+    fingerprint: int
     num_missing: int
     rows: Int[Tensor, " R"]
     offsets: Int[Tensor, " R+1"]
@@ -106,6 +112,12 @@ class ReplayPlan:
     def device(self) -> torch.device:
         return self.ids.device
 
+    def row_of_id(self) -> Int[Tensor, " N"]:
+        """int64 `[N]`: the response row of each support id; made anew by each call."""
+        rows = torch.arange(self.num_rows, device=self.device)
+        # output_size spares the sync that counts the ids
+        return torch.repeat_interleave(rows, self.offsets.diff(), output_size=self.num_ids)
+
     @classmethod
     def build(
         cls,
@@ -118,6 +130,8 @@ class ReplayPlan:
         device: torch.device | str,
         on_missing_token: OnMissingToken = "raise",
         shard_columns: int | None = None,
+        assembled: bool = False,
+        check_agreement: bool = True,
     ) -> ReplayPlan:
         """Check a micro-batch and lay it out for this rank: O(N) array work and two copies.
 
@@ -134,14 +148,52 @@ class ReplayPlan:
                 `"include"` it in the support and count it in `num_missing`.
             shard_columns: columns of this rank's logits, needed where a sharded vocabulary is
                 padded. By default `ceil(vocab_size / tp_size)`.
+            assembled: lay the supports over the whole vocabulary, for `score_assembled`.
+            check_agreement: have the ranks compare what they were given. With False, a rank that
+                raises alone leaves its peers waiting in their next collective.
 
-        Collectives: none.
+        Collectives: where there are groups and `check_agreement`, that of
+        `ParallelState.agreed`, whose answer the host waits for: build the plan before the forward.
 
         Raises:
             MissingTokenError: a sampled token is outside its support.
             ReplayError: anything else that does not fit. Checks run on whole responses, which
-                every rank has, so that all ranks raise alike.
+                every rank has, so that all ranks raise alike; where only one rank is given
+                something wrong, the others raise too.
         """
+
+        def attempt() -> ReplayPlan:
+            return cls._build_alone(
+                unconcat_tokens,
+                masks,
+                layout,
+                parallel=parallel,
+                vocab_size=vocab_size,
+                device=device,
+                on_missing_token=on_missing_token,
+                shard_columns=shard_columns,
+                assembled=assembled,
+            )
+
+        if not check_agreement:
+            return attempt()
+        return parallel.agreed(attempt, lambda plan: plan.fingerprint, device)
+
+    @classmethod
+    def _build_alone(
+        cls,
+        unconcat_tokens: Sequence[IntArrayLike],
+        masks: Sequence[RolloutSamplingMask] | None,
+        layout: RowLayout,
+        *,
+        parallel: ParallelState,
+        vocab_size: int,
+        device: torch.device | str,
+        on_missing_token: OnMissingToken,
+        shard_columns: int | None,
+        assembled: bool,
+    ) -> ReplayPlan:
+        """`build` without the agreement of the other ranks."""
         vocab_size = check_count(vocab_size, "vocab_size")
         _check_parallel(layout, parallel)
         shard = _vocab_shard(vocab_size, parallel, shard_columns)
@@ -154,7 +206,8 @@ class ReplayPlan:
         local = complete if layout.cp_size == 1 else complete.select(index)
         here = local.fill_unrestricted(sampled[index])
         targets = located if here is batch else here.locate(sampled[index])
-        ids, offsets, targets = _shard_supports(here, targets, shard)
+        columns = VocabShard(0, shard.columns, vocab_size) if assembled else shard
+        ids, offsets, targets = _shard_supports(here, targets, columns)
         rows, unrestricted = layout.local_rows, local.unrestricted
         longs = np.concatenate([rows, offsets, targets, unrestricted.astype(np.int64)])
         sizes = [rows.size, offsets.size, rows.size, rows.size]
@@ -163,7 +216,9 @@ class ReplayPlan:
             layout=layout,
             parallel=parallel,
             vocab_size=vocab_size,
-            shard=shard,
+            shard=columns,
+            assembled=assembled,
+            fingerprint=_fingerprint(layout, sampled, batch) if parallel.is_split else 0,
             num_missing=int(missing.sum()),
             rows=on_device[0],
             offsets=on_device[1],
@@ -406,6 +461,15 @@ def _in_sample(error: ReplayError, layout: RowLayout) -> ReplayError:
     starts = np.concatenate([[0], np.cumsum(layout.response_lengths)])
     sample = int(np.searchsorted(starts, error.row, side="right")) - 1
     return error.located(sample=sample, row=error.row - int(starts[sample]))
+
+
+def _fingerprint(layout: RowLayout, sampled: IntArray, batch: RolloutSamplingMask) -> int:
+    """CRC-32 of what every rank must have been given alike."""
+    lengths = np.array([layout.total_lengths, layout.response_lengths], dtype=np.int64)
+    checksum = 0
+    for values in (lengths, sampled, batch.offsets, batch.ids):
+        checksum = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data, checksum)
+    return checksum
 
 
 def _rows_in_batch(layout: RowLayout) -> IntArray:

@@ -14,7 +14,7 @@ Shapes: `T` logits rows and `V` columns on this rank, `R` response rows on this 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rlreplay.errors import BackendError, ReplayError
 from rlreplay.kernels import torch_scores
+from rlreplay.kernels.assembled import ChunkSupports, chunk_scores
 from rlreplay.kernels.rows import (
     UNDERFLOW,
     GradientCoefficients,
@@ -43,8 +44,8 @@ SCORE_NAMES = (
     "support_entropy",
     "log_support_mass",
 )
+_ASSEMBLED_CHUNK_BYTES = 1 << 25  # bounds the temporaries of rows that are assembled
 _FULL = frozenset({"full_log_probs", "entropy", "log_support_mass"})
-_ENTROPIES = frozenset({"entropy", "support_entropy"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +116,7 @@ def score_logits(
         ReplayError: logits that do not fit the plan, unknown scores, a temperature not above 0.
     """
     plan.check_logits(logits)
+    _check_supports_of(plan, assembled=False)
     wanted, trained = _resolve(scores, differentiable)
     _check_backend(backend, inplace_backward)
     request = _Request(
@@ -126,6 +128,139 @@ def score_logits(
         logits, plan, request
     )
     return Scores(**dict(zip(wanted, values, strict=True)))
+
+
+def score_assembled(
+    logits: Float[Tensor, "T V"],
+    plan: ReplayPlan,
+    *,
+    scores: Collection[str] = ("log_probs",),
+    differentiable: Collection[str] | bool | None = None,
+    temperature: float = 1.0,
+    model_dtype: torch.dtype | None = None,
+) -> Scores:
+    """Scores with the bits of an engine that runs `log_softmax` over the full row (true on-policy).
+
+    Equivalent, bit for bit, to assembling the row from the vocab shards, cutting the padding,
+    `torch.log_softmax((row.to(model_dtype) / temperature).masked_fill(~support, -inf), -1)` at the
+    sampled token; and so is its gradient, for a loss that is replicated over TP. Slower than
+    `score_logits` and held to the rounding of `model_dtype`: use it where the engine does the same.
+
+    Args:
+        logits: float `[T, V]`, this rank's rows and vocab shard, before temperature.
+        plan: the micro-batch, built with `assembled=True` (on one TP rank any plan will do).
+        scores, differentiable: as in `score_logits`.
+        temperature: divides the rows, in `model_dtype`.
+        model_dtype: what the rows are cast to first; by default the logits' dtype.
+
+    Returns:
+        `log_probs` and `full_log_probs` in `model_dtype`; the entropies and `log_support_mass`,
+        which no engine returns, in float32 computed from the divided rows.
+
+    Collectives: one all-gather over the TP group in the forward, of R rows in `model_dtype`,
+    which serves all scores; the same once in the backward, where the rows are assembled again
+    rather than kept. None if the group's size is 1.
+
+    Raises:
+        ReplayError: as `score_logits`; a plan whose supports are laid over one shard.
+    """
+    plan.check_logits(logits)
+    _check_supports_of(plan, assembled=True)
+    wanted, trained = _resolve(scores, differentiable)
+    checked = _check_temperature(temperature, plan, logits.dtype)
+    if not isinstance(checked, float):
+        raise ReplayError(
+            "temperature is a tensor",
+            expected="one number, as the engine divides by",
+            got=f"shape {tuple(checked.shape)}",
+            consequence="the scores would not have the engine's bits",
+        )
+    request = _Request(wanted, trained, checked)
+    values: tuple[Tensor, ...] = _ScoreAssembled.apply(  # type: ignore[no-untyped-call]
+        logits, plan, request, model_dtype or logits.dtype
+    )
+    return Scores(**dict(zip(wanted, values, strict=True)))
+
+
+class _ScoreAssembled(torch.autograd.Function):
+    """Recomputes each chunk of rows under autograd in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, plan: ReplayPlan, request: _Request, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        parts = [
+            chunk_scores(rows, supports, float(request.temperature), request.wanted)
+            for _, _, rows, supports in _assembled_chunks(logits, plan, dtype)
+        ]
+        outputs = tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        ctx.plan, ctx.request, ctx.dtype = plan, request, dtype
+        ctx.save_for_backward(logits)
+        ctx.set_materialize_grads(False)
+        named = zip(request.wanted, outputs, strict=True)
+        ctx.mark_non_differentiable(*(v for k, v in named if k not in request.trained))
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+        (logits,) = ctx.saved_tensors
+        plan, request = ctx.plan, ctx.request
+        given = {
+            name: grad
+            for name, grad in zip(request.wanted, grads, strict=True)
+            if grad is not None and name in request.trained
+        }
+        gradient = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+        start = plan.parallel.tp_rank * logits.shape[1]
+        width = max(0, min(logits.shape[1], plan.vocab_size - start))
+        for first, last, rows, supports in _assembled_chunks(logits, plan, ctx.dtype):
+            if not given:
+                break  # nothing to send back; the gather has been entered all the same
+            with torch.enable_grad():
+                leaf = rows.detach().requires_grad_()
+                values = chunk_scores(leaf, supports, float(request.temperature), tuple(given))
+            upstream = [grad[first:last] for grad in given.values()]
+            (whole,) = torch.autograd.grad(values, leaf, upstream)
+            mine = whole[:, start : start + width].to(gradient.dtype)
+            gradient[:, :width].index_copy_(0, plan.rows[first:last], mine)
+        return gradient, None, None, None
+
+
+def _assembled_chunks(
+    logits: Tensor, plan: ReplayPlan, dtype: torch.dtype
+) -> Iterator[tuple[int, int, Tensor, ChunkSupports]]:
+    """Chunks (first, last, rows, supports) of assembled rows, padding cut, after one all-gather.
+
+    There is always one chunk, of no rows where there are none.
+    """
+    shards = _gathered_rows(logits, plan, dtype)
+    step = max(1, _ASSEMBLED_CHUNK_BYTES // max(1, plan.vocab_size * dtype.itemsize))
+    row_of_id = plan.row_of_id()
+    for first in range(0, max(1, plan.num_rows), step):
+        last = min(first + step, plan.num_rows)
+        rows = shards[:, first:last].transpose(0, 1).flatten(1)
+        a, b = int(plan.host_offsets[first]), int(plan.host_offsets[last])
+        supports = ChunkSupports(
+            row_of_id[a:b] - first,
+            plan.ids[a:b].long(),
+            plan.ids[plan.targets[first:last]].long(),
+            plan.unrestricted[first:last] if plan.has_unrestricted else None,
+        )
+        yield first, last, rows[:, : plan.vocab_size], supports
+
+
+def _gathered_rows(logits: Tensor, plan: ReplayPlan, dtype: torch.dtype) -> Float[Tensor, "tp R V"]:
+    """The planned rows of every vocab shard, in `dtype`: cast first, so that less is sent."""
+    rows = logits.index_select(0, plan.rows).to(dtype)
+    group, size = plan.parallel.tp_group, plan.parallel.tp_size
+    if group is None:
+        return rows[None]
+    # at least one row: not every backend takes an empty message
+    sent = rows if plan.num_rows else rows.new_zeros(1, rows.shape[1])
+    received = sent.new_empty(size, *sent.shape)
+    dist.all_gather(list(received.unbind()), sent, group=group)
+    return received[:, : plan.num_rows]
 
 
 class _Request(NamedTuple):
@@ -350,6 +485,16 @@ def _known_scores(names: Collection[str], argument: str) -> tuple[str, ...]:
             consequence="there is nothing to compute",
         )
     return tuple(name for name in SCORE_NAMES if name in given)
+
+
+def _check_supports_of(plan: ReplayPlan, *, assembled: bool) -> None:
+    if plan.parallel.tp_size > 1 and plan.assembled != assembled:
+        raise ReplayError(
+            "the plan was built for another way of scoring",
+            expected=f"ReplayPlan.build(..., assembled={assembled})",
+            got=f"assembled={plan.assembled}",
+            consequence="support ids would name other columns",
+        )
 
 
 def _check_backend(backend: str, inplace_backward: bool) -> None:

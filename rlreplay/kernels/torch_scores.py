@@ -43,7 +43,7 @@ def support_stats(
 
     Reads N logits. An unrestricted row gives those of its sampled token alone.
     """
-    row_of_id = _row_of_id(plan)
+    row_of_id = plan.row_of_id()
     x = _support_logits(logits, plan, row_of_id, temperature)
     maximum = _segments(x, plan, "max")
     shifted = (x - _finite(maximum)[row_of_id]).clamp_min_(UNDERFLOW)
@@ -99,7 +99,7 @@ def logits_gradient(
     Args:
         dense_rows: host bool `[R]`, the rows whose dense term is not zero.
     """
-    row_of_id = _row_of_id(plan)
+    row_of_id = plan.row_of_id()
     x_support = _support_logits(logits, plan, row_of_id, temperature)
     values = _term(x_support, coefficients.support.at(row_of_id))
     values = _add_at_targets(values, plan, coefficients.target)
@@ -128,13 +128,6 @@ def _term(x: Tensor, term: GradientTerm) -> Tensor:
     if term.slope is None:
         return weights.mul_(term.constant)
     return weights.mul_(shifted.mul_(term.slope).add_(term.constant))
-
-
-def _row_of_id(plan: ReplayPlan) -> Tensor:
-    """int64 `[N]`: the response row of each support id."""
-    rows = torch.arange(plan.num_rows, device=plan.device)
-    # output_size spares the sync that counts the ids
-    return torch.repeat_interleave(rows, plan.offsets.diff(), output_size=plan.num_ids)
 
 
 def _support_logits(
