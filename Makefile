@@ -1,0 +1,67 @@
+# Needs Python 3.11+ and make; each target does its own set-up.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+INSTALL := -e '.[dev]' -c constraints.txt
+
+# One thread a rank: the ranks share the cores, and a fork doesn't keep OpenMP's thread pool.
+DIST_ENV := OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 TORCH_COMPILE_DISABLE=1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test venv lint types fast dist bench clean
+
+help:
+	@echo 'make demo    train a small policy by GRPO, with replay on and off; prints a table, draws a plot'
+	@echo 'make test    everything that must pass: lint, types, fast, dist'
+	@echo 'make lint    ruff check and ruff format --check'
+	@echo 'make types   mypy, strict on rlreplay/'
+	@echo 'make fast    tests of one process'
+	@echo 'make dist    tests of several ranks (gloo, on this machine)'
+	@echo 'make bench   the CPU figures against the dense-mask path'
+	@echo 'make venv    only the set-up, in $(VENV); PYTHON=... picks the interpreter'
+	@echo 'make clean   remove the venv, the caches and what the demo wrote'
+
+demo: venv
+	$(BIN)/python examples/grpo.py
+
+test: lint types fast dist
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv
+	$(BIN)/mypy
+
+fast: venv
+	$(BIN)/python -m pytest tests/fast
+
+dist: venv
+	$(DIST_ENV) $(BIN)/python -m pytest tests/dist
+
+bench: venv
+	$(BIN)/python benchmarks/scores_cpu.py
+
+venv: $(STAMP)
+
+# uv is several times faster than pip; it sees pip's find-links only if told, and nothing else of
+# pip's configuration, so where it can't install, pip does.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "rlreplay needs Python 3.11 or newer; '$(PYTHON)' is `$(PYTHON) -V 2>&1`." \
+	        "Name another one: make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@if [ -n "$$PIP_FIND_LINKS" ]; then \
+	    UV_FIND_LINKS=`printf '%s' "$$PIP_FIND_LINKS" | tr ' ' ','`; export UV_FIND_LINKS; \
+	fi; \
+	$(BIN)/python -m pip install --quiet -c constraints.txt uv && \
+	    $(BIN)/uv pip install --python $(BIN)/python $(INSTALL) || { \
+	    echo 'uv could not install; installing with pip'; \
+	    $(BIN)/python -m pip install $(INSTALL); }
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build demo_output
+	find rlreplay tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,18 @@
+"""Hypothesis profiles: "ci" draws the same examples each run; HYPOTHESIS_PROFILE picks another."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    # It measures the machine, which other jobs share.
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "search", settings.get_profile("ci"), derandomize=False, max_examples=2000
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
