@@ -1,0 +1,239 @@
+"""What all engine loaders share: reading fields that may hold anything, assembling a `Rollout`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args
+
+import numpy as np
+import torch
+
+from rlreplay.errors import MissingMaskError, ReplayError
+from rlreplay.rollout import FloatArray, Rollout, prompt_array, token_array
+from rlreplay.sampling_mask import RolloutSamplingMask, check_count, shown
+
+OnMissingMask = Literal["raise", "unrestricted"]
+
+WRONG_LAYOUT = "the payload would be read as something that it is not"
+SHIFTED = "later tokens would be scored on another token's support"
+_MOST_TOKENS = 1 << 40  # no response has more, and arithmetic on it does not overflow
+_SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What the caller of a loader decides for all its samples.
+
+    Args:
+        vocab_size: where given, every prompt, response and support id must be below it.
+        on_missing_mask: "raise" refuses a response that came without a sampling mask;
+            "unrestricted" takes all its rows as drawn from the full vocabulary.
+    """
+
+    vocab_size: int | None
+    on_missing_mask: OnMissingMask
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is not None:
+            check_count(self.vocab_size, "vocab_size")
+        check_option("on_missing_mask", self.on_missing_mask, get_args(OnMissingMask))
+
+    def missing_mask(self, what: str, row: int | None = None) -> None:
+        """Raise `MissingMaskError`, unless the caller takes such a response for unrestricted."""
+        if self.on_missing_mask == "raise":
+            raise MissingMaskError(
+                f"no sampling mask was returned for this {what}",
+                expected="the support of every response token "
+                '(on_missing_mask="unrestricted" if nothing was cut off when sampling)',
+                got="none",
+                consequence="the policy would be scored over the full vocabulary, "
+                "which is not what the tokens were sampled from",
+                row=row,
+            )
+
+
+@contextmanager
+def in_sample(index: int) -> Iterator[None]:
+    """Name sample `index` in every `ReplayError` that leaves the block."""
+    try:
+        yield
+    except ReplayError as error:
+        raise error.located(sample=index).with_traceback(error.__traceback__) from None
+
+
+@contextmanager
+def rows_from(first: int) -> Iterator[None]:
+    """Count the row of every `ReplayError` that leaves the block from row `first` on."""
+    try:
+        yield
+    except ReplayError as error:
+        if error.row is None:
+            raise
+        raise error.located(row=error.row + first).with_traceback(error.__traceback__) from None
+
+
+def check_option(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Refuse an option that is not one of `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ReplayError(
+            f"unknown {name}",
+            expected=" or ".join(map(repr, allowed)),
+            got=shown(value),
+            consequence="the payload would be read in a way nobody asked for",
+        )
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """`a == b` for payload values; False where they do not compare (arrays, deep nesting)."""
+    try:
+        return bool(a == b)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+
+
+def is_blank(value: Any) -> bool:
+    """Is the field null or an empty list?"""
+    return value is None or (isinstance(value, list | tuple) and not value)
+
+
+def wrong_type(name: str, expected: str, value: Any) -> NoReturn:
+    """Raise the error for a field of the wrong type."""
+    raise ReplayError(
+        f"{name} has the wrong type",
+        expected=expected,
+        got=shown(value),
+        consequence=WRONG_LAYOUT,
+    )
+
+
+def mapping(value: Any, name: str) -> dict[str, Any]:
+    """`value`, which must be a dict."""
+    if not isinstance(value, dict):
+        wrong_type(name, "an object (dict)", value)
+    return value
+
+
+def sequence(value: Any, name: str) -> list[Any] | tuple[Any, ...]:
+    """`value`, which must be a list or tuple."""
+    if not isinstance(value, list | tuple):
+        wrong_type(name, "a list", value)
+    return value
+
+
+def optional_count(fields: dict[str, Any], name: str) -> int | None:
+    """The field as a non-negative int, None where it is absent or null."""
+    value = fields.get(name)
+    if value is None or check_count(value, name) < _MOST_TOKENS:
+        return value
+    wrong_type(name, f"a count below {_MOST_TOKENS}", value)
+
+
+def check_agrees(name: str, declared: int | None, actual: int, what: str) -> None:
+    """Refuse a declared count that is not the actual one; the first disputed row is named."""
+    if declared is not None and declared != actual:
+        raise ReplayError(
+            f"{name} does not agree with {what}",
+            expected=f"{actual}",
+            got=f"{declared}",
+            consequence=SHIFTED,
+            row=min(declared, actual),
+        )
+
+
+def check_prompt_length(name: str, declared: int | None, prompt_ids: Any) -> None:
+    """Refuse a declared prompt length that is not the length of `prompt_ids`."""
+    actual = prompt_array(prompt_ids).size
+    if declared is not None and declared != actual:
+        raise ReplayError(
+            f"{name} does not agree with prompt_ids",
+            expected=f"{actual} prompt tokens, as given by the caller",
+            got=f"{declared}",
+            consequence="the response would be scored after another prompt",
+        )
+
+
+def reason_of(meta: dict[str, Any]) -> str | None:
+    """The type of `finish_reason`, None while the response goes on."""
+    reason = meta.get("finish_reason")
+    if isinstance(reason, dict):
+        reason = reason.get("type")
+        if reason is None:
+            wrong_type("finish_reason", "an object with a type", meta["finish_reason"])
+    if reason is not None and not isinstance(reason, str):
+        wrong_type("finish_reason", "null, a string, or an object with a type", reason)
+    return reason
+
+
+def prompts_for(prompt_ids: Any, count: int) -> list[Any]:
+    """One prompt for each of `count` responses; a single prompt serves them all."""
+    batch = isinstance(prompt_ids, list | tuple) and len(prompt_ids) > 0
+    batch = batch and all(isinstance(p, _SEQUENCES) for p in prompt_ids)
+    if not batch:
+        return [prompt_ids] * count
+    if len(prompt_ids) != count:
+        raise ReplayError(
+            "prompts and responses differ in number",
+            expected=f"{count} prompts, one for each response (or a single flat list of ids)",
+            got=f"{len(prompt_ids)}",
+            consequence="responses would be scored after another response's prompt",
+        )
+    return list(prompt_ids)
+
+
+def weight_spans(
+    fields: dict[str, Any], n: int, *, clip: bool = False
+) -> list[tuple[Any, Any, Any]]:
+    """(version, start, end) of `weight_versions`, or one span of `weight_version`, or nothing.
+
+    `clip` cuts spans at row `n` (a response whose last token was dropped on request).
+    """
+    newest, listed = fields.get("weight_version"), fields.get("weight_versions")
+    if listed is None:
+        return [] if newest is None else [(newest, 0, n)]
+    entries = [mapping(entry, "a weight-version span") for entry in sequence(listed, "spans")]
+    spans = [(entry.get("version"), entry.get("start"), entry.get("end")) for entry in entries]
+    if spans and newest is not None and not same_value(spans[-1][0], newest):
+        raise ReplayError(
+            "weight_version is not the newest of weight_versions",
+            expected=shown(spans[-1][0]),
+            got=shown(newest),
+            consequence="tokens would be charged to weights that did not sample them",
+        )
+    if clip:
+        bounds = [check_count(value, "a span's bound") for _, *pair in spans for value in pair]
+        ends = [min(end, n) for end in bounds[1::2]]
+        clipped = zip((version for version, *_ in spans), bounds[::2], ends, strict=True)
+        spans = [span for span in clipped if span[1] < span[2] or (n == 0 and span[1] == 0)]
+    return spans
+
+
+def assemble(
+    options: LoadOptions,
+    *,
+    prompt_ids: Any,
+    response_ids: Any,
+    mask: RolloutSamplingMask | None,
+    rollout_log_probs: Any = None,
+    support_log_probs: FloatArray | None = None,
+    loss_mask: Any = None,
+    spans: Sequence[tuple[Any, Any, Any]] = (),
+    finish_reason: Any = None,
+) -> Rollout:
+    """The `Rollout` of these fields; `mask=None` makes every row unrestricted.
+
+    Without a mask nobody knows what the engine's log-probs are normalised over, so that the
+    rollout then has none.
+    """
+    response = token_array(response_ids, "the response", options.vocab_size)
+    return Rollout(
+        prompt_ids=prompt_array(prompt_ids, options.vocab_size),
+        response_ids=response,
+        sampling_mask=RolloutSamplingMask.full(response.size) if mask is None else mask,
+        rollout_log_probs=None if mask is None else rollout_log_probs,
+        support_log_probs=None if mask is None else support_log_probs,
+        loss_mask=loss_mask,
+        weight_versions=spans,
+        finish_reason=finish_reason,
+    )

@@ -1,0 +1,202 @@
+"""The two styles of SGLang stream, merged into the payload of one response."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlreplay.engines._common import (
+    SHIFTED,
+    check_agrees,
+    mapping,
+    optional_count,
+    reason_of,
+    same_value,
+    sequence,
+    wrong_type,
+)
+from rlreplay.errors import ReplayError
+from rlreplay.sampling_mask import shown
+
+MASK = "output_token_sampling_mask"
+LOG_PROBS = "output_token_sampling_logprobs"
+LENGTH = "output_token_sampling_mask_length"
+
+
+def holds_uncommitted(ids: Sequence[Any], rows: Any, reason: str | None) -> bool:
+    """Does an aborted response end with a token that has no row?"""
+    return reason == "abort" and isinstance(rows, list | tuple) and len(ids) == len(rows) + 1
+
+
+def merge_chunks(chunks: Iterable[Any], cumulative: bool | None) -> dict[str, Any]:
+    """The chunks of one stream as the payload of one response.
+
+    `cumulative` is the style where the caller knows it, None where the chunks have to tell.
+    """
+    if cumulative is not None and not isinstance(cumulative, bool):
+        wrong_type("cumulative", "True, False or None", cumulative)
+    parts = _read_chunks(chunks)
+    return (_merge_cumulative if _is_cumulative(parts, cumulative) else _merge_incremental)(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One chunk of a stream: its lists, and the number of rows that the server counts so far."""
+
+    meta: dict[str, Any]
+    ids: list[Any]
+    rows: list[Any] | None
+    log_probs: list[Any] | None
+    total: int | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ids) if self.rows is None else len(self.rows)
+
+
+def _read_chunks(chunks: Iterable[Any]) -> list[_Chunk]:
+    if isinstance(chunks, dict | str | bytes) or not isinstance(chunks, Iterable):
+        wrong_type("the stream", "an iterable of chunks", chunks)
+    parts = [_read_chunk(chunk, index) for index, chunk in enumerate(chunks)]
+    if not parts:
+        raise stream_error("the stream is empty", "at least one chunk", "none")
+    for index, (before, after) in enumerate(itertools.pairwise(parts), start=1):
+        if before.meta.get("finish_reason") is not None:
+            problem = f"chunk {index} comes after the response has finished"
+            raise stream_error(problem, "no further chunk", "one")
+        first, second = before.meta.get("id"), after.meta.get("id")
+        if first is not None and second is not None and not same_value(first, second):
+            raise stream_error(
+                f"chunk {index} belongs to another request", shown(first), shown(second)
+            )
+    return parts
+
+
+def _read_chunk(chunk: Any, index: int) -> _Chunk:
+    body = mapping(chunk, f"chunk {index}")
+    meta = mapping(body.get("meta_info"), f"meta_info of chunk {index}")
+    ids = list(sequence(body.get("output_ids"), f"output_ids of chunk {index}"))
+    rows, values = meta.get(MASK), meta.get(LOG_PROBS)
+    if rows is not None:
+        rows = list(sequence(rows, f"{MASK} of chunk {index}"))
+        if not holds_uncommitted(ids, rows, reason_of(meta)):
+            check_agrees(f"{MASK} of chunk {index}", len(rows), len(ids), "its output_ids")
+    if values is not None:
+        values = list(sequence(values, f"{LOG_PROBS} of chunk {index}"))
+    total = optional_count(meta, LENGTH)
+    if total is None:
+        total = optional_count(meta, "completion_tokens")
+    return _Chunk(meta, ids, rows, values, total)
+
+
+def _is_cumulative(parts: list[_Chunk], told: bool | None) -> bool:
+    """The style that fits every total. Where both do, they give the same response."""
+    if told is None and len(parts) > 1 and any(part.total is None for part in parts):
+        raise stream_error(
+            "a chunk carries no total, so that the stream's style is unknown",
+            f"{LENGTH} in every chunk, or cumulative=True or False from the caller",
+            "neither",
+        )
+    so_far = 0
+    breaks: dict[bool, int | None] = {True: None, False: None}
+    starts = []
+    for index, part in enumerate(parts):
+        starts.append(so_far)
+        sizes = {True: part.size, False: so_far + part.size}
+        for style in (True, False):
+            if breaks[style] is None and part.total not in (None, sizes[style]):
+                breaks[style] = index
+        so_far = so_far + part.size if part.total is None else part.total
+    fitting = [style for style in (True, False) if breaks[style] is None]
+    if told is not None:
+        fitting = [style for style in fitting if style == told]
+    if fitting:
+        return fitting[0] if told is None else told
+    candidates = [breaks[told]] if told is not None else list(breaks.values())
+    index = max(at for at in candidates if at is not None)
+    raise stream_error(
+        f"chunk {index} fits neither what came before it nor the total it declares",
+        f"{parts[index].size} rows to be all there is, or to follow on {starts[index]}",
+        f"a total of {parts[index].total}",
+        row=starts[index],
+    )
+
+
+def _merge_cumulative(parts: list[_Chunk]) -> dict[str, Any]:
+    for index, (before, after) in enumerate(itertools.pairwise(parts), start=1):
+        for name, old, new in (
+            ("output_ids", before.ids, after.ids),
+            (MASK, before.rows, after.rows),
+            (LOG_PROBS, before.log_probs, after.log_probs),
+        ):
+            _check_prefix(f"{name} of chunk {index}", old, new)
+    return _merged(parts, parts[-1], [part.size for part in parts])
+
+
+def _merge_incremental(parts: list[_Chunk]) -> dict[str, Any]:
+    whole = _Chunk(
+        meta=parts[-1].meta,
+        ids=list(itertools.chain.from_iterable(part.ids for part in parts)),
+        rows=_join([(part.rows, part.ids) for part in parts], MASK),
+        log_probs=_join([(part.log_probs, part.ids) for part in parts], LOG_PROBS),
+        total=None,
+    )
+    return _merged(parts, whole, list(itertools.accumulate(part.size for part in parts)))
+
+
+def _join(columns: list[tuple[list[Any] | None, list[Any]]], name: str) -> list[Any] | None:
+    """The chunks' lists, one after another; None where no chunk has one."""
+    present = [column for column, _ in columns if column is not None]
+    if not present:
+        return None
+    done = 0
+    for column, ids in columns:
+        if column is None and ids:
+            raise stream_error(f"{name} is missing from a chunk", "it in all", "none", row=done)
+        done += len(ids)
+    return list(itertools.chain.from_iterable(present))
+
+
+def _merged(parts: list[_Chunk], whole: _Chunk, ends: list[int]) -> dict[str, Any]:
+    """The stream as the payload of one response."""
+    meta = {**whole.meta, MASK: whole.rows, LOG_PROBS: whole.log_probs}
+    versions = [part.meta.get("weight_version") for part in parts]
+    if meta.get("weight_versions") is None and any(v is not None for v in versions):
+        meta["weight_versions"] = _spans_of_chunks(versions, ends)
+        meta.pop("weight_version", None)  # the last chunk may name a version and add no row
+    return {"output_ids": whole.ids, "meta_info": meta}
+
+
+def _spans_of_chunks(versions: list[Any], ends: list[int]) -> list[dict[str, Any]]:
+    spans: list[dict[str, Any]] = []
+    start = 0
+    for version, end in zip(versions, ends, strict=True):
+        if spans and same_value(spans[-1]["version"], version):
+            spans[-1]["end"] = end
+        elif end > start or end == ends[-1] == 0:
+            spans.append({"version": version, "start": start, "end": end})
+        start = end
+    return spans
+
+
+def _check_prefix(name: str, old: list[Any] | None, new: list[Any] | None) -> None:
+    """What a cumulative chunk repeats must be what the chunk before it said."""
+    if old is None:
+        return
+    if new is None or len(new) < len(old):
+        got = 0 if new is None else len(new)
+        raise stream_error(f"{name} shrinks", f"at least {len(old)}", f"{got}", row=got)
+    if same_value(new[: len(old)], old):
+        return
+    pairs = enumerate(zip(old, new, strict=False))
+    row, (said, says) = next(
+        ((r, pair) for r, pair in pairs if not same_value(*pair)), (0, (old, new))
+    )
+    problem = f"{name} changes what an earlier chunk said"
+    raise stream_error(problem, shown(said), shown(says), row=row)
+
+
+def stream_error(problem: str, expected: str, got: str, row: int | None = None) -> ReplayError:
+    return ReplayError(problem, expected=expected, got=got, consequence=SHIFTED, row=row)

@@ -1,0 +1,594 @@
+"""vLLM: the fixtures' answers; drawn payloads over HTTP, in process, as deltas and as tensors."""
+
+import copy
+import itertools
+import json
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlreplay import RolloutSamplingMask
+from rlreplay.engines import vllm
+from rlreplay.errors import MissingMaskError, MissingTokenError, ReplayError
+from tests.fast.payloads import (
+    ANSWERS,
+    DATA,
+    VOCAB,
+    Drawn,
+    cuts,
+    drawn_responses,
+    fixture,
+    sound_or_refused,
+    spans,
+    spoiled,
+)
+from tests.fast.strategies import refused
+
+PROCESSED = "processed_logprobs"
+PROMPT = [1, 2, 3]
+
+
+def choice_of(response: Drawn, **other):
+    """One choice over HTTP."""
+    content = [
+        {"token_id": token, "logprob": value, "rank": None, "top_logprobs": []}
+        for token, value in zip(response.tokens, response.log_probs(), strict=True)
+    ]
+    return {
+        "index": 0,
+        "finish_reason": response.finish_reason,
+        "token_ids": response.tokens,
+        "logprobs": {"content": content},
+        "sampling_mask": response.supports,
+        **other,
+    }
+
+
+def completion_of(response: Drawn, mask, **other):
+    """One in-process `CompletionOutput`."""
+    values = zip(response.tokens, response.log_probs(), strict=True)
+    return SimpleNamespace(
+        index=0,
+        token_ids=array("q", response.tokens),
+        logprobs=[{token: SimpleNamespace(logprob=value, rank=1)} for token, value in values],
+        finish_reason=response.finish_reason,
+        sampling_mask=mask,
+        **other,
+    )
+
+
+def nested(supports):
+    return SimpleNamespace(token_ids=supports)
+
+
+def csr(supports, convert=np.array):
+    ids = list(itertools.chain.from_iterable(supports))
+    ends = [0, *itertools.accumulate(map(len, supports))]
+    return SimpleNamespace(
+        token_ids=convert(np.array(ids, np.int32)), offsets=convert(np.array(ends, np.int64))
+    )
+
+
+MASK_FORMS = {
+    "nested": lambda s: s,
+    "nested object": nested,
+    "nested dict": lambda s: {"token_ids": s},
+    "arrays": lambda s: [np.array(row, np.int32) for row in s],
+    "csr object": csr,
+    "csr tensors": lambda s: csr(s, torch.from_numpy),
+    "csr dict": lambda s: vars(csr(s, np.ndarray.tolist)),
+}
+
+
+def small(**other):
+    """A choice of three tokens; the second was the only one left to sample."""
+    values = zip([7, 5, 2], [-0.5, 0.0, -0.25], strict=True)
+    return {
+        "index": 0,
+        "finish_reason": "stop",
+        "token_ids": [7, 5, 2],
+        "logprobs": {"content": [{"token_id": t, "logprob": v} for t, v in values]},
+        "sampling_mask": [[7, 3], [5], [9, 2]],
+        **other,
+    }
+
+
+def load(choice, **options):
+    options = {"logprobs_mode": PROCESSED, **options}
+    (rollout,) = vllm.from_response({"choices": [choice]}, prompt_ids=PROMPT, **options)
+    assert vllm.from_choice(choice, prompt_ids=PROMPT, **options) == rollout
+    return rollout
+
+
+# Fixtures
+
+
+def test_fixture_with_one_choice_missing_its_mask():
+    data, answer = fixture("vllm_generate.json"), ANSWERS["vllm[0]"]
+    said = ANSWERS["vllm[1]"].removeprefix("error: ")
+    for mode in ("raw_logprobs", PROCESSED):
+        with refused(said, sample=1, row=0, kind=MissingMaskError):
+            vllm.from_response(data["response"], prompt_ids=data["prompt_ids"], logprobs_mode=mode)
+    first, second = vllm.from_response(
+        data["response"],
+        prompt_ids=data["prompt_ids"],
+        vocab_size=512,
+        on_missing_mask="unrestricted",
+        logprobs_mode=PROCESSED,
+    )
+    assert len(first) == answer["response_length"]
+    assert first.sampling_mask.lengths.tolist() == answer["support_sizes"]
+    assert first.rollout_log_probs.astype(np.float64).sum() == answer["log_prob_sum"]
+    assert [list(span) for span in first.weight_versions] == answer["weight_versions"]
+    assert first.prompt_ids.tolist() == data["prompt_ids"][0]
+    assert first.finish_reason == "stop"
+    assert second.sampling_mask == RolloutSamplingMask.full(3)
+    assert second.rollout_log_probs is None
+    assert second.finish_reason == "length"
+    alone = vllm.from_choice(
+        data["response"]["choices"][0], prompt_ids=data["prompt_ids"], logprobs_mode=PROCESSED
+    )
+    assert alone == first
+
+
+def test_tensor_fixture():
+    answer = ANSWERS["vllm_tensors"]["rows"]
+    with np.load(DATA / "vllm_sampling_mask_tensors.npz") as data:
+        arrays = {name: data[name] for name in ("token_ids", "counts", "packed_mask")}
+        vocab_size = int(data["vocab_size"])
+    assert vllm.from_tensors(**arrays, vocab_size=vocab_size).to_mask_list() == answer
+    tensors = {name: torch.from_numpy(value) for name, value in arrays.items()}
+    assert vllm.from_tensors(**tensors, vocab_size=vocab_size).to_mask_list() == answer
+
+
+# Every form gives the drawn rollout
+
+
+@given(st.lists(drawn_responses(), max_size=3), st.data())
+def test_response(responses: list[Drawn], data):
+    prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4))
+    body = {
+        "prompt_token_ids": prompt,
+        "choices": [choice_of(response, index=i) for i, response in enumerate(responses)],
+    }
+    text = json.loads(json.dumps(body))
+    options = {"vocab_size": VOCAB, "logprobs_mode": PROCESSED}
+    expected = [response.rollout(prompt_ids=prompt) for response in responses]
+    assert vllm.from_response(text, prompt_ids=prompt, **options) == expected
+    assert vllm.from_response([text, text], prompt_ids=[prompt] * 2, **options) == expected * 2
+
+
+@pytest.mark.parametrize("form", MASK_FORMS)
+@given(response=drawn_responses())
+def test_mask_forms(form, response: Drawn):
+    mask = MASK_FORMS[form](response.supports)
+    options = {"prompt_ids": response.prompt, "vocab_size": VOCAB, "logprobs_mode": PROCESSED}
+    over_http = choice_of(response, sampling_mask=mask)
+    assert vllm.from_choice(over_http, **options) == response.rollout()
+    (in_process,) = vllm.from_output(completion_of(response, mask), **options)
+    assert in_process == response.rollout()
+
+
+@given(st.lists(drawn_responses(), max_size=3))
+def test_request_output(responses: list[Drawn]):
+    output = SimpleNamespace(
+        prompt_token_ids=PROMPT,
+        outputs=[completion_of(response, nested(response.supports)) for response in responses],
+    )
+    expected = [response.rollout(prompt_ids=PROMPT) for response in responses]
+    assert vllm.from_output(output, logprobs_mode=PROCESSED) == expected
+    assert vllm.from_output(output, prompt_ids=PROMPT, logprobs_mode=PROCESSED) == expected
+    with refused("prompt_token_ids are not"):
+        vllm.from_output(output, prompt_ids=[1, 2], logprobs_mode=PROCESSED)
+
+
+def deltas(choice, ends, form="nested"):
+    """A choice over HTTP as a stream whose chunks end at `ends`."""
+    chunks = []
+    for start, end in spans(ends):
+        new = copy.deepcopy(choice)
+        new["token_ids"] = choice["token_ids"][start:end]
+        new["sampling_mask"] = MASK_FORMS[form](choice["sampling_mask"][start:end])
+        if choice["logprobs"] is not None:
+            new["logprobs"] = {"content": choice["logprobs"]["content"][start:end]}
+        if end < ends[-1] or len(chunks) < len(ends) - 1:
+            new["finish_reason"] = None
+        chunks.append({"choices": [new]})
+    return chunks
+
+
+@pytest.mark.parametrize("form", ["nested", "nested dict", "csr dict"])
+@given(response=drawn_responses(), data=st.data())
+def test_deltas(form, response: Drawn, data):
+    chunks = deltas(choice_of(response), data.draw(cuts(len(response))), form)
+    chunks[0]["prompt_token_ids"] = response.prompt
+    chunks.append({"choices": [], "usage": {}})
+    options = {"prompt_ids": response.prompt, "vocab_size": VOCAB, "logprobs_mode": PROCESSED}
+    assert vllm.from_stream(iter(chunks), **options) == response.rollout()
+
+
+@given(drawn_responses(), st.data())
+def test_in_process_deltas(response: Drawn, data):
+    whole = completion_of(response, None)
+    chunks = []
+    for start, end in spans(data.draw(cuts(len(response)))):
+        part = copy.copy(whole)
+        part.token_ids, part.logprobs = whole.token_ids[start:end], whole.logprobs[start:end]
+        part.sampling_mask = nested(response.supports[start:end])
+        part.finish_reason = None
+        chunks.append(SimpleNamespace(prompt_token_ids=response.prompt, outputs=[part]))
+    chunks[-1].outputs[0].finish_reason = response.finish_reason
+    rollout = vllm.from_stream(chunks, prompt_ids=response.prompt, logprobs_mode=PROCESSED)
+    assert rollout == response.rollout()
+
+
+@given(st.lists(drawn_responses(), min_size=2, max_size=3), st.data())
+def test_a_stream_of_several_choices(responses: list[Drawn], data):
+    streams = [
+        deltas(choice_of(response, index=i), data.draw(cuts(len(response))))
+        for i, response in enumerate(responses)
+    ]
+    chunks = [c for each in itertools.zip_longest(*streams) for c in each if c is not None]
+    for i, response in enumerate(responses):
+        rollout = vllm.from_stream(chunks, prompt_ids=PROMPT, logprobs_mode=PROCESSED, choice=i)
+        assert rollout == response.rollout(prompt_ids=PROMPT)
+    with refused("several choices"):
+        vllm.from_stream(chunks, prompt_ids=PROMPT, logprobs_mode=PROCESSED)
+    with refused("no such choice"):
+        vllm.from_stream(chunks, prompt_ids=PROMPT, logprobs_mode=PROCESSED, choice=9)
+
+
+supports_of_a_step = st.lists(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20, unique=True).map(sorted),
+    max_size=8,
+)
+
+
+def device_form(supports, width, vocab_size=VOCAB):
+    """Compact ids, counts and bitmask, with garbage in what must not be read."""
+    token_ids = np.full((len(supports), width), -7, np.int32)
+    packed = np.full((len(supports), -(-vocab_size // 8)), 0xFF, np.uint8)
+    for row, ids in enumerate(supports):
+        token_ids[row, : len(ids)] = ids[:width]
+        if len(ids) > width:
+            packed[row] = 0
+            for i in ids:
+                packed[row, i // 8] |= 1 << (i % 8)
+    return token_ids, np.array([len(ids) for ids in supports], np.int32), packed
+
+
+@given(supports_of_a_step, st.integers(1, 24), st.booleans())
+def test_tensors(supports, width, tensors):
+    token_ids, counts, packed = device_form(supports, width)
+    if tensors:
+        token_ids, counts, packed = map(torch.from_numpy, (token_ids, counts, packed))
+    mask = vllm.from_tensors(token_ids, counts, packed, VOCAB)
+    assert mask == RolloutSamplingMask.from_mask_list(supports)
+    if max(map(len, supports), default=0) <= width:
+        assert vllm.from_tensors(token_ids, counts, None, VOCAB) == mask
+
+
+# What log-probs are normalised over
+
+
+def test_only_processed_log_probs_are_taken_and_they_are_the_default():
+    (rollout,) = vllm.from_response({"choices": [small()]}, prompt_ids=PROMPT)
+    assert rollout == load(small())
+    assert rollout.rollout_log_probs.tolist() == [-0.5, 0.0, -0.25]
+    for mode in ("raw_logprobs", "processed_logits", "raw_logits"):
+        assert load(small(), logprobs_mode=mode).rollout_log_probs is None
+    for absent in (None, {"content": None}):
+        assert load(small(logprobs=absent)).rollout_log_probs is None
+
+
+@pytest.mark.parametrize("mode", ["processed", "", 3, True, [], None])
+def test_unknown_modes(mode):
+    for make in (
+        lambda: load(small(), logprobs_mode=mode),
+        lambda: vllm.from_stream([], prompt_ids=PROMPT, logprobs_mode=mode),
+        lambda: vllm.from_output(None, prompt_ids=PROMPT, logprobs_mode=mode),
+    ):
+        with refused("unknown logprobs_mode"):
+            make()
+
+
+def test_raw_log_probs_passed_off_as_processed_show_on_singletons():
+    with refused("not normalised over the support", sample=0, row=1):
+        load(with_log_probs([-0.5, -0.1, -0.25]))
+
+
+def with_log_probs(values, ids=(7, 5, 2)):
+    content = [{"token_id": t, "logprob": v} for t, v in zip(ids, values, strict=True)]
+    return small(logprobs={"content": content})
+
+
+@pytest.mark.parametrize(
+    ("values", "row"),
+    [
+        ([-0.5, None, -0.25], 1),
+        ([-0.5, "0", -0.25], 1),
+        ([-0.5, 0.0, float("nan")], 2),
+        ([-0.5, 0.0, 0.5], 2),
+        ([-0.5, 0.0, -9999.0], 2),
+        ([-float("inf"), 0.0, -0.25], 0),
+        ([-0.5, True, -0.25], 1),
+        ([-0.5, 0.0, 10**400], 2),
+    ],
+)
+def test_log_probs_that_are_none(values, row):
+    with refused("logprobs|log_probs", sample=0, row=row):
+        load(with_log_probs(values))
+
+
+@pytest.mark.parametrize(
+    ("ids", "row"), [((7, 5, 3), 2), ((5, 7, 2), 0), ((7, None, 2), 1), ((7, "5", 2), 1)]
+)
+def test_log_probs_of_other_tokens(ids, row):
+    with refused("logprobs", sample=0, row=row):
+        load(with_log_probs([-0.5, 0.0, -0.25], ids))
+
+
+def test_log_probs_without_ids():
+    content = [{"logprob": v, "token": "token_id:7"} for v in (-0.5, 0.0, -0.25)]
+    assert load(small(logprobs={"content": content})) == load(small())
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "row"),
+    [
+        ({"content": []}, 0),
+        ({"content": [{"token_id": 7, "logprob": -0.5}]}, 1),
+        ({"content": [{"logprob": -0.5}, None, {"logprob": -0.5}]}, 1),
+        ({"content": [{"logprob": -0.5}, -0.5, {"logprob": -0.5}]}, 1),
+        ({"content": "abc"}, None),
+        ({"content": 3}, None),
+        ({"content": {"logprob": 1}}, None),
+        ([{}, {}, {}], 0),
+        ([{7: -0.5}, {4: 0.0}, {2: -0.25}], 1),
+        ([{7: -0.5}, {5: "0"}, {2: -0.25}], 1),
+        ([{7: None}, {5: 0.0}, {2: -0.25}], 0),
+        ("abc", None),
+        (7, None),
+        (True, None),
+    ],
+)
+def test_log_probs_of_the_wrong_type(logprobs, row):
+    with refused("logprobs|log-prob", sample=0, row=row):
+        load(small(logprobs=logprobs))
+
+
+def test_in_process_log_probs_as_plain_floats():
+    assert load(small(logprobs=[{7: -0.5, 1: -9.0}, {5: 0.0}, {2: -0.25}])) == load(small())
+
+
+# Masks, prompts, versions
+
+
+@pytest.mark.parametrize(
+    ("mask", "row"),
+    [
+        ([[7, 3], [5]], 2),
+        ([[7, 3], [5], [9, 2], [1]], 3),
+        ([[7, 3], [], [9, 2]], 1),
+        ([[7, 3], None, [9, 2]], 1),
+        ([[7, 3], [5.0], [9, 2]], 1),
+        ([[7, 3], [5, 5], [9, 2]], 1),
+        ([[7, 3], [5], [9, -2]], 2),
+        ([[7, 3], [5], [10, 2]], 2),
+        ([[7, 3], "5", [9, 2]], 1),
+        ({"token_ids": [7, 3, 5, 9, 2], "offsets": [0, 2, 3]}, 1),
+        ({"token_ids": [7, 3, 5, 9, 2], "offsets": [0, 2, 5]}, 2),
+        ({"token_ids": [7, 3, 5, 9, 2], "offsets": [0, 2, 1, 5]}, 1),
+        ({"token_ids": [7, 3, 5, 9, 2], "offsets": [0, 2, 2, 5]}, 1),
+        ({"token_ids": [7, 3, 5, 9, 2], "offsets": "abcd"}, None),
+        ({"offsets": [0, 2, 3, 5]}, None),
+        ({"token_ids": None}, None),
+        ({}, None),
+        ("abc", None),
+        (7, None),
+        (True, None),
+    ],
+)
+def test_masks_refused(mask, row):
+    with refused("expected", sample=0, row=row):
+        vllm.from_response(
+            {"choices": [small(sampling_mask=mask)]},
+            prompt_ids=PROMPT,
+            vocab_size=10,
+            logprobs_mode=PROCESSED,
+        )
+
+
+def test_sampled_token_outside():
+    with refused("not in its support", sample=0, row=2, kind=MissingTokenError):
+        load(small(token_ids=[7, 5, 3], logprobs=None))
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_missing_mask(gone):
+    choice = small(sampling_mask=None)
+    if gone:
+        del choice["sampling_mask"]
+    with refused("for this choice", sample=0, row=0, kind=MissingMaskError):
+        vllm.from_response({"choices": [choice]}, prompt_ids=PROMPT)
+    with refused("for this choice", row=0, kind=MissingMaskError):
+        vllm.from_choice(choice, prompt_ids=PROMPT)
+    with refused("for this choice", row=0, kind=MissingMaskError):
+        vllm.from_stream([{"choices": [choice]}], prompt_ids=PROMPT)
+    with refused("for this choice", sample=0, row=0, kind=MissingMaskError):
+        vllm.from_output(SimpleNamespace(**choice), prompt_ids=PROMPT)
+    rollout = load(choice, on_missing_mask="unrestricted")
+    assert rollout.sampling_mask == RolloutSamplingMask.full(3)
+    assert rollout.rollout_log_probs is None
+
+
+@pytest.mark.parametrize("declared", [[1, 2], [1, 2, 4], [], "abc", 7, [1, None, 3]])
+def test_prompts_must_agree(declared):
+    body = {"choices": [small()], "prompt_token_ids": declared}
+    with pytest.raises(ReplayError) as caught:
+        vllm.from_response(body, prompt_ids=PROMPT, logprobs_mode=PROCESSED)
+    assert caught.value.sample == 0
+    with pytest.raises(ReplayError):
+        vllm.from_stream([body], prompt_ids=PROMPT, logprobs_mode=PROCESSED)
+
+
+def test_in_process_output_without_a_prompt():
+    with refused("prompt_ids has the wrong type"):
+        vllm.from_output(SimpleNamespace(**small()), logprobs_mode=PROCESSED)
+
+
+@pytest.mark.parametrize("bad", [None, 7, "ab", [7], {}, {"outputs": []}])
+def test_what_is_no_output(bad):
+    with pytest.raises(ReplayError):
+        vllm.from_output(bad, prompt_ids=PROMPT, logprobs_mode=PROCESSED)
+
+
+@pytest.mark.parametrize("bad", [None, 7, "ab", [7], {}, {"choices": None}, {"choices": [None]}])
+def test_what_is_no_response(bad):
+    with pytest.raises(ReplayError):
+        vllm.from_response(bad, prompt_ids=PROMPT, logprobs_mode=PROCESSED)
+    with pytest.raises(ReplayError):
+        vllm.from_choice(bad, prompt_ids=PROMPT, logprobs_mode=PROCESSED)
+
+
+def test_samples_count_choices_of_all_responses():
+    good, bad = {"choices": [small(), small()]}, {"choices": [small(token_ids=[7, 5, 3])]}
+    with refused("expected", sample=2, row=2, kind=MissingTokenError):
+        vllm.from_response([good, bad], prompt_ids=[PROMPT] * 2, logprobs_mode="raw_logprobs")
+
+
+def test_weight_versions():
+    listed = [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 3}]
+    assert load(small(weight_versions=listed)).weight_versions == (("7", 0, 1), ("8", 1, 3))
+    with refused("spans do not cover", sample=0, row=1):
+        load(small(weight_versions=listed[:1]))
+    chunks = deltas(small(), [1, 3])
+    chunks[-1]["choices"][0]["weight_versions"] = listed
+    rollout = vllm.from_stream(chunks, prompt_ids=PROMPT, logprobs_mode=PROCESSED)
+    assert rollout == load(small(weight_versions=listed))
+
+
+# Streams that must be refused
+
+
+def broken(chunks, name, value, at=1):
+    chunks[at]["choices"][0][name] = value
+    return chunks
+
+
+@pytest.mark.parametrize(
+    ("chunks", "row", "match"),
+    [
+        (broken(deltas(small(), [1, 3]), "sampling_mask", None), 1, "some deltas"),
+        (broken(deltas(small(), [1, 3]), "sampling_mask", None, at=0), 0, "some deltas"),
+        (broken(deltas(small(), [1, 3]), "sampling_mask", [[5]]), 2, "does not agree"),
+        (broken(deltas(small(), [1, 3]), "token_ids", [5, 3]), 2, "not in its support"),
+        (broken(deltas(small(), [1, 3]), "token_ids", [5, "2"]), 2, "integers"),
+        (broken(deltas(small(), [1, 3]), "logprobs", None), 1, "does not agree"),
+        (broken(deltas(small(), [1, 3]), "finish_reason", "stop", at=0), None, "after the choice"),
+        (broken(deltas(small(), [1, 3]), "index", "0"), None, "index"),
+        ([{"choices": [{"index": 0, "token_ids": None}]}], None, "no token ids"),
+        ([{"choices": []}], None, "no such choice"),
+        ([], None, "no such choice"),
+        ([None], None, "wrong type"),
+        ([{}], None, "wrong type"),
+        ([7], None, "wrong type"),
+        ({"choices": []}, None, "wrong type"),
+        ("ab", None, "wrong type"),
+        (7, None, "wrong type"),
+    ],
+)
+def test_streams_refused(chunks, row, match):
+    options = {"prompt_ids": PROMPT, "logprobs_mode": PROCESSED}
+    if match == "not in its support":
+        options["logprobs_mode"] = "raw_logprobs"
+    with pytest.raises(ReplayError, match=match) as caught:
+        vllm.from_stream(chunks, **options)
+    assert caught.value.row == row
+
+
+# Device tensors that must be refused
+
+
+@pytest.mark.parametrize(
+    ("change", "row"),
+    [
+        ({"counts": np.array([1, 3, -1])}, 2),
+        ({"counts": np.array([1, 3, VOCAB + 1])}, 2),
+        ({"counts": np.array([1, 3, 10**9])}, 2),
+        ({"counts": np.array([1, 0, 9])}, 1),
+        ({"counts": np.array([1, 3, 8])}, 2),
+        ({"counts": np.array([1, 3])}, None),
+        ({"counts": np.array([1.0, 3.0, 9.0])}, None),
+        ({"token_ids": np.array([[5, 0, 0, 0], [1, 1, 2, 0], [0, 1, 2, 3]])}, 1),
+        ({"token_ids": np.array([[5, 0, 0, 0], [1, -2, 2, 0], [0, 1, 2, 3]])}, 1),
+        ({"token_ids": np.array([[5, 0, 0, 0], [1, VOCAB, 2, 0], [0, 1, 2, 3]])}, 1),
+        ({"token_ids": np.zeros((3, 4))}, None),
+        ({"token_ids": np.zeros(3, np.int64)}, None),
+        ({"token_ids": [[5], [1], [2]]}, None),
+        ({"token_ids": None}, None),
+        ({"packed_mask": None}, None),
+        ({"packed_mask": np.zeros((3, 12), np.uint8)}, None),
+        ({"packed_mask": np.zeros((2, 13), np.uint8)}, None),
+        ({"packed_mask": np.zeros((3, 13), np.uint8)}, 2),
+        ({"packed_mask": np.full((3, 13), 255, np.uint8)}, 2),
+        ({"packed_mask": np.zeros((3, 13), np.int32)}, None),
+        ({"vocab_size": -1}, None),
+        ({"vocab_size": 97.0}, None),
+        ({"vocab_size": None}, None),
+    ],
+)
+def test_tensors_refused(change, row):
+    token_ids, counts, packed = device_form([[5], [1, 2, 4], list(range(9))], 4)
+    good = {"token_ids": token_ids, "counts": counts, "packed_mask": packed, "vocab_size": VOCAB}
+    assert len(vllm.from_tensors(**good)) == 3
+    with pytest.raises(ReplayError) as caught:
+        vllm.from_tensors(**{**good, **change})
+    assert caught.value.row == row, caught.value
+
+
+# Junk
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "on_missing_mask": st.sampled_from(["raise", "unrestricted"]),
+        "logprobs_mode": st.sampled_from([PROCESSED, "raw_logprobs"]),
+        "vocab_size": st.just(10),
+    }
+)
+CHOICES = st.sampled_from(
+    [
+        small(weight_versions=[{"version": "7", "start": 0, "end": 3}]),
+        small(sampling_mask={"token_ids": [7, 3, 5, 9, 2], "offsets": [0, 2, 3, 5]}),
+    ]
+)
+
+
+@given(
+    CHOICES.flatmap(lambda c: spoiled({"prompt_token_ids": PROMPT, "choices": [c, small()]})),
+    OPTIONS,
+)
+def test_junk_in_a_response(body, options):
+    sound_or_refused(10, lambda: vllm.from_response(body, prompt_ids=PROMPT, **options))
+
+
+@given(CHOICES.flatmap(spoiled), OPTIONS)
+def test_junk_in_a_choice(choice, options):
+    sound_or_refused(10, lambda: vllm.from_choice(choice, prompt_ids=PROMPT, **options))
+
+
+@given(CHOICES.flatmap(spoiled), OPTIONS)
+def test_junk_in_an_output(choice, options):
+    names = choice if isinstance(choice, dict) else {}
+    output = SimpleNamespace(**{str(name): value for name, value in names.items()})
+    sound_or_refused(10, lambda: vllm.from_output(output, prompt_ids=PROMPT, **options))
+
+
+@given(st.sampled_from([[1, 3], [0, 1, 3]]).flatmap(lambda e: spoiled(deltas(small(), e))), OPTIONS)
+def test_junk_in_a_stream(chunks, options):
+    sound_or_refused(10, lambda: vllm.from_stream(chunks, prompt_ids=PROMPT, **options))
