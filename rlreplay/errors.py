@@ -51,6 +51,12 @@ class ReplayError(ValueError):
         parts["row"] = row if row is not None else self.row
         return type(self)(**parts)
 
+    def blamed_on(self, sample: int | None) -> Self:
+        """The same error with a sample for its place, and no row."""
+        parts = self._parts()
+        parts["sample"], parts["row"] = sample, None
+        return type(self)(**parts)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions cross process boundaries; the default reduction passes positional arguments.
         return _rebuild, (type(self), self._parts())

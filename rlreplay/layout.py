@@ -314,6 +314,9 @@ class RowLayout:
         sum of the ranks' losses, so the backward sums the ranks' gradients of the gathered values
         before each rank takes its rows.
 
+        The results take part in the graph wherever grad mode is on, also where this rank's parts
+        need no gradient: another rank's may, and then all have to enter the backward.
+
         Args:
             parts: one tensor `[rows of the sample here, ...]` a sample, same trailing shape and
                 dtype on every rank.
@@ -460,7 +463,10 @@ def _chunked(
 
 
 def _lengths(values: Sequence[int], name: str) -> tuple[int, ...]:
-    return tuple(integer_array(values, name).tolist())
+    try:
+        return tuple(integer_array(values, name).tolist())
+    except ReplayError as error:  # a place in this list is a sample
+        raise error.blamed_on(error.row) from None
 
 
 def _check_lengths(

@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlreplay.errors import ReplayError
-from rlreplay.layout import RowLayout
+from rlreplay.layout import RowLayout, RowSpan
 from rlreplay.parallel import ParallelState
 from rlreplay.plan import OnMissingToken, ReplayPlan, tokens_on_host
 from rlreplay.sampling_mask import (
@@ -146,17 +147,18 @@ def get_log_probs_and_entropy(
     def prepare() -> _Prepared:
         layout = batch.layout_of(logits, config, parallel)
         moves = config.redistribute_to_zigzag and parallel.cp_size > 1
-        target = batch.zigzag_of(layout, config) if moves else None
-        if plan is not None:
-            _check_plan(plan, layout, parallel)
-            return _Prepared(plan, target)
+        target = batch.zigzag_of(logits, config, parallel) if moves else None
         columns = logits.shape[-1] * parallel.tp_size
+        vocab_size = columns if config.vocab_size is None else config.vocab_size
+        if plan is not None:
+            _check_plan(plan, layout, parallel, config.vocab_size)
+            return _Prepared(plan, target)
         built = ReplayPlan.build(
             unconcat_tokens,
             rollout_sampling_mask,
             layout,
             parallel=parallel,
-            vocab_size=columns if config.vocab_size is None else config.vocab_size,
+            vocab_size=vocab_size,
             device=logits.device,
             on_missing_token=config.on_missing_token,
             shard_columns=logits.shape[-1],
@@ -220,9 +222,13 @@ def _redistributed(
     parallel: ParallelState,
 ) -> dict[str, list[Tensor]]:
     """Results of one layout in another: all scores travel together, in one collective."""
+    # stacking widens a narrower dtype, which loses nothing on the way back
     together = torch.stack(list(flat.values()), dim=-1)
     moved = layout.redistribute(layout.split(together), target, parallel.cp_group)
-    by_name = {name: [part[:, k] for part in moved] for k, name in enumerate(flat)}
+    by_name = {
+        name: [part[:, k].to(values.dtype) for part in moved]
+        for k, (name, values) in enumerate(flat.items())
+    }
     return {k: [v.detach() for v in vs] if k in metrics else vs for k, vs in by_name.items()}
 
 
@@ -256,7 +262,7 @@ def _response_rows(
     rows: Tensor, tokens: list[IntArray], layout: RowLayout
 ) -> Iterator[ResponseRows]:
     for i, spans in enumerate(layout.spans):
-        parts = [rows[s.local_row : s.local_row + s.length] for s in spans]
+        parts = [rows[first:last] for first, last in _row_runs(spans)]
         indices = layout.response_indices(i)
         prompt = layout.total_lengths[i] - layout.response_lengths[i]
         yield ResponseRows(
@@ -264,6 +270,18 @@ def _response_rows(
             torch.from_numpy(tokens[i][prompt + indices]).to(rows.device),
             torch.from_numpy(indices).to(rows.device),
         )
+
+
+def _row_runs(spans: Sequence[RowSpan]) -> list[tuple[int, int]]:
+    """[first, last) of the runs of consecutive logits rows that the spans make up."""
+    runs: list[tuple[int, int]] = []
+    for span in spans:
+        last = span.local_row + span.length
+        if runs and runs[-1][1] == span.local_row:
+            runs[-1] = (runs[-1][0], last)
+        else:
+            runs.append((span.local_row, last))
+    return runs
 
 
 class _Batch(NamedTuple):
@@ -309,17 +327,16 @@ class _Batch(NamedTuple):
         layout.check_rows(logits.shape[0] * logits.shape[1])
         return layout
 
-    def zigzag_of(self, layout: RowLayout, config: ScoringConfig) -> RowLayout:
-        """The zigzag layout of the micro-batch and rank of a contiguous one."""
-        width = self._common_length() if config.qkv_format == "bshd" else None
-        if config.qkv_format == "bshd" and width is None:
-            width = layout.num_local_rows // layout.num_samples * layout.cp_size
+    def zigzag_of(
+        self, logits: Tensor, config: ScoringConfig, parallel: ParallelState
+    ) -> RowLayout:
+        """The zigzag layout of the micro-batch, for this rank, whatever the logits' layout."""
         return RowLayout.zigzag(
             self.total_lengths,
             self.response_lengths,
-            cp_rank=layout.cp_rank,
-            cp_size=layout.cp_size,
-            max_seq_len=width,
+            cp_rank=parallel.cp_rank,
+            cp_size=parallel.cp_size,
+            max_seq_len=self._width(logits, config, parallel.cp_size),
             padded_lengths=self.padded_lengths,
         )
 
@@ -331,7 +348,9 @@ class _Batch(NamedTuple):
         return logits.shape[1] * cp_size if width is None else width
 
     def _common_length(self) -> int | None:
-        if self.max_seq_lens is None or isinstance(self.max_seq_lens, int):
+        if self.max_seq_lens is None:
+            return None
+        if isinstance(self.max_seq_lens, int | np.integer):
             return self.max_seq_lens
         lengths = set(integer_array(self.max_seq_lens, "max_seq_lens").tolist())
         if len(self.max_seq_lens) != len(self.total_lengths) or len(lengths) > 1:
@@ -364,7 +383,16 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         )
 
 
-def _check_plan(plan: ReplayPlan, layout: RowLayout, parallel: ParallelState) -> None:
+def _check_plan(
+    plan: ReplayPlan, layout: RowLayout, parallel: ParallelState, vocab_size: int | None
+) -> None:
+    if vocab_size is not None and plan.vocab_size != vocab_size:
+        raise ReplayError(
+            "the plan was built for another vocabulary",
+            expected=f"vocab_size {vocab_size}",
+            got=f"{plan.vocab_size}",
+            consequence="padded columns would be scored, or real ones left out",
+        )
     if (plan.layout, plan.parallel) != (layout, parallel):
         raise ReplayError(
             "the plan was built for another micro-batch or rank",

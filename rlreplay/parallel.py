@@ -18,7 +18,8 @@ T = TypeVar("T")
 class ParallelState:
     """Ranks, sizes and groups of the tensor-parallel (vocab) and context-parallel (sequence) axes.
 
-    A group of None means that the axis has size 1; it never means the whole world. `tp_cp_group`
+    A group of None means that the axis has size 1; it never means the whole world. A group of one
+    rank is kept as None, so that nothing is ever sent over it. `tp_cp_group`
     is the group of both axes together, where the trainer has one: with it, `agreed` needs one
     collective instead of one for each axis.
 
@@ -39,6 +40,12 @@ class ParallelState:
         _check_axis("tensor", self.tp_rank, self.tp_size, self.tp_group)
         _check_axis("context", self.cp_rank, self.cp_size, self.cp_group)
         _check_joint(self.tp_cp_group, self.tp_size * self.cp_size)
+        if self.tp_size == 1:
+            object.__setattr__(self, "tp_group", None)
+        if self.cp_size == 1:
+            object.__setattr__(self, "cp_group", None)
+        if not self.is_split:
+            object.__setattr__(self, "tp_cp_group", None)
 
     @classmethod
     def single(cls) -> ParallelState:
@@ -77,9 +84,7 @@ class ParallelState:
         tp_group = parallel_state.get_tensor_model_parallel_group()
         cp_group = parallel_state.get_context_parallel_group()
         both = parallel_state.get_tensor_and_context_parallel_group()
-        return cls.from_groups(
-            *(g if dist.get_world_size(g) > 1 else None for g in (tp_group, cp_group, both))
-        )
+        return cls.from_groups(tp_group, cp_group, both)
 
     @property
     def is_split(self) -> bool:
@@ -149,7 +154,7 @@ def _place_in(axis: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
         raise ReplayError(
             f"this rank is not in the {axis}-parallel group",
             expected="a group that the calling rank belongs to",
-            got=f"a group of {dist.get_world_size(group)} other ranks",
+            got="a group of other ranks",
             consequence="its collectives would wait for ranks that never enter them",
         )
     return rank, dist.get_world_size(group)

@@ -284,6 +284,13 @@ def build_local_sampling_mask(
     Collectives: none.
     """
     mask = sampling_mask.select(response_indices)
+    if logits.ndim != 2:
+        raise ReplayError(
+            "not a matrix of logits",
+            expected="shape [rows, vocab columns]",
+            got=f"shape {tuple(logits.shape)}",
+            consequence="rows and columns would be misread",
+        )
     rows, columns = logits.shape
     if rows != len(mask):
         raise ReplayError(
@@ -372,7 +379,13 @@ def _on_host(values: Sequence[IntArrayLike]) -> list[IntArray]:
         lengths = [len(v) for v in values]
         joined = integer_array(torch.cat([v for v in values if isinstance(v, Tensor)]), "tokens")
         return np.split(joined, np.cumsum(lengths)[:-1])
-    return [integer_array(v, f"tokens of sample {i}") for i, v in enumerate(values)]
+    arrays = []
+    for i, tokens in enumerate(values):
+        try:
+            arrays.append(integer_array(tokens, "tokens"))
+        except ReplayError as error:
+            raise error.blamed_on(i) from None
+    return arrays
 
 
 def _batch_supports(
