@@ -6,6 +6,7 @@ columns, all as this rank holds them.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -25,7 +26,7 @@ from rlreplay.sampling_mask import (
     RolloutSamplingMask,
     integer_array,
 )
-from rlreplay.scores import Backend, score_assembled, score_logits
+from rlreplay.scores import Backend, check_temperature, score_assembled, score_logits
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class ScoringConfig:
         _check_choice("qkv_format", self.qkv_format, ("thd", "bshd"))
         _check_choice("cp_layout", self.cp_layout, ("zigzag", "contiguous"))
         _check_choice("on_missing_token", self.on_missing_token, ("raise", "include"))
+        check_temperature(self.temperature)
         if self.model_dtype is not None and not self.true_on_policy:
             raise ReplayError(
                 "model_dtype without true_on_policy",
@@ -126,7 +128,8 @@ def get_log_probs_and_entropy(
         max_seq_lens: bshd: the common padded length of the samples, before CP; by default that
             of the logits.
         padded_lengths: thd: length that each sample takes in the stream, where the trainer pads.
-        scores: further names of `rlreplay.scores.Scores`, all differentiable.
+        scores: further names of `rlreplay.scores.Scores`, differentiable but for the entropy, for
+            which `entropy_requires_grad` speaks.
         plan: a plan built before for this micro-batch (PPO epochs, actor and reference), instead
             of building one; `unconcat_tokens` and `rollout_sampling_mask` are then not read.
 
@@ -143,6 +146,10 @@ def get_log_probs_and_entropy(
     """
     parallel = parallel or ParallelState.single()
     batch = _Batch(total_lengths, response_lengths, max_seq_lens, padded_lengths)
+
+    further = {scores} if isinstance(scores, str) else set(scores)
+    wanted = {"log_probs"} | further | ({"entropy"} if with_entropy else set())
+    metrics = wanted & (set() if entropy_requires_grad else {"entropy"})
 
     def prepare() -> _Prepared:
         layout = batch.layout_of(logits, config, parallel)
@@ -168,11 +175,12 @@ def get_log_probs_and_entropy(
         return _Prepared(built, target)
 
     if plan is None:  # ranks agree once a plan, not once a score
-        prepared = parallel.agreed(prepare, lambda p: p.plan.fingerprint, logits.device)
+        asked = f"{config} {sorted(wanted)} {sorted(metrics)}".encode()
+        prepared = parallel.agreed(
+            prepare, lambda p: zlib.crc32(asked, p.plan.fingerprint), logits.device
+        )
     else:
         prepared = prepare()
-    wanted = {"log_probs", *scores} | ({"entropy"} if with_entropy else set())
-    metrics = {"entropy"} if with_entropy and not entropy_requires_grad else set()
     flat = _scored(logits, prepared.plan, config, wanted, wanted - metrics)
     layout, target = prepared.plan.layout, prepared.target
     if target is None:
@@ -343,6 +351,13 @@ class _Batch(NamedTuple):
     def _width(self, logits: Tensor, config: ScoringConfig, cp_size: int) -> int | None:
         """The padded length of a bshd sample before CP; None for thd."""
         if config.qkv_format == "thd":
+            if self.max_seq_lens is not None:
+                raise ReplayError(
+                    "max_seq_lens of a packed stream",
+                    expected="max_seq_lens with qkv_format='bshd' (padded_lengths with thd)",
+                    got="max_seq_lens with qkv_format='thd'",
+                    consequence="samples would be taken to start where they do not",
+                )
             return None
         width = self._common_length()
         return logits.shape[1] * cp_size if width is None else width

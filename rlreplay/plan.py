@@ -207,6 +207,7 @@ class ReplayPlan:
         here = local.fill_unrestricted(sampled[index])
         targets = located if here is batch else here.locate(sampled[index])
         columns = VocabShard(0, shard.columns, vocab_size) if assembled else shard
+        options = f"{vocab_size} {shard.columns} {on_missing_token} {assembled} {masks is None}"
         ids, offsets, targets = _shard_supports(here, targets, columns)
         rows, unrestricted = layout.local_rows, local.unrestricted
         longs = np.concatenate([rows, offsets, targets, unrestricted.astype(np.int64)])
@@ -218,7 +219,7 @@ class ReplayPlan:
             vocab_size=vocab_size,
             shard=columns,
             assembled=assembled,
-            fingerprint=_fingerprint(layout, sampled, batch) if parallel.is_split else 0,
+            fingerprint=_fingerprint(layout, sampled, batch, options) if parallel.is_split else 0,
             num_missing=int(missing.sum()),
             rows=on_device[0],
             offsets=on_device[1],
@@ -476,10 +477,12 @@ def _in_sample(error: ReplayError, layout: RowLayout) -> ReplayError:
     return error.located(sample=sample, row=error.row - int(starts[sample]))
 
 
-def _fingerprint(layout: RowLayout, sampled: IntArray, batch: RolloutSamplingMask) -> int:
+def _fingerprint(
+    layout: RowLayout, sampled: IntArray, batch: RolloutSamplingMask, options: str
+) -> int:
     """CRC-32 of what every rank must have been given alike."""
     lengths = np.array([layout.total_lengths, layout.response_lengths], dtype=np.int64)
-    checksum = 0
+    checksum = zlib.crc32(f"{options} {layout.placement}".encode())
     for values in (lengths, sampled, batch.offsets, batch.ids):
         checksum = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data, checksum)
     return checksum

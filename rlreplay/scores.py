@@ -14,6 +14,7 @@ Shapes: `T` logits rows and `V` columns on this rank, `R` response rows on this 
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
@@ -122,7 +123,7 @@ def score_logits(
     request = _Request(
         wanted,
         trained,
-        _check_temperature(temperature, plan, logits.dtype),
+        _row_temperature(temperature, plan, logits.dtype),
     )
     values: tuple[Tensor, ...] = _ScoreLogits.apply(  # type: ignore[no-untyped-call]
         logits, plan, request
@@ -167,7 +168,7 @@ def score_assembled(
     plan.check_logits(logits)
     _check_supports_of(plan, assembled=True)
     wanted, trained = _resolve(scores, differentiable)
-    checked = _check_temperature(temperature, plan, logits.dtype)
+    checked = _row_temperature(temperature, plan, logits.dtype)
     if not isinstance(checked, float):
         raise ReplayError(
             "temperature is a tensor",
@@ -514,27 +515,33 @@ def _check_backend(backend: str, inplace_backward: bool) -> None:
         )
 
 
-def _check_temperature(
+def _row_temperature(
     temperature: float | Tensor, plan: ReplayPlan, dtype: torch.dtype
 ) -> float | Tensor:
-    if isinstance(temperature, Tensor):
-        if temperature.requires_grad or temperature.shape != (plan.num_rows,):
-            raise ReplayError(
-                "temperature does not fit the rows",
-                expected=f"a number, or a tensor of shape ({plan.num_rows},) without gradient",
-                got=f"shape {tuple(temperature.shape)}, requires_grad={temperature.requires_grad}",
-                consequence="rows would be scored at another row's temperature",
-            )
-        low = bool((~(temperature > 0)).any()) if temperature.device.type == "cpu" else False
-        value: float | Tensor = temperature.to(plan.device, accumulator(dtype))
-    else:
-        value = float(temperature)
-        low = not 0 < value < float("inf")
-    if low:
+    """A checked temperature: a float, or `[R]` in the accumulation type on the plan's device."""
+    if not isinstance(temperature, Tensor):
+        return check_temperature(temperature)
+    if temperature.requires_grad or temperature.shape != (plan.num_rows,):
+        raise ReplayError(
+            "temperature does not fit the rows",
+            expected=f"a number, or a tensor of shape ({plan.num_rows},) without gradient",
+            got=f"shape {tuple(temperature.shape)}, requires_grad={temperature.requires_grad}",
+            consequence="rows would be scored at another row's temperature",
+        )
+    if temperature.device.type == "cpu":
+        for value in temperature[~((temperature > 0) & temperature.isfinite())][:1].tolist():
+            check_temperature(value)
+    return temperature.to(plan.device, accumulator(dtype))
+
+
+def check_temperature(temperature: Any) -> float:
+    """`temperature` as a float; refused where it is not a finite number above 0."""
+    number = isinstance(temperature, numbers.Real) and not isinstance(temperature, bool)
+    if not number or not 0 < float(temperature) < float("inf"):
         raise ReplayError(
             "temperature not above 0",
             expected="a finite number above 0 (a greedy row is a support of one id)",
-            got=f"{temperature}",
+            got=f"{temperature!r}",
             consequence="the logits would be divided by it",
         )
-    return value
+    return float(temperature)

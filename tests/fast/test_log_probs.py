@@ -926,10 +926,6 @@ BSHD = torch.zeros(3, 6, 6)
         ({"logits": THD[:, :13]}, "expected at least 14 rows, got 13", None, None),
         ({"logits": THD.long()}, "not a matrix of logits: .* torch.int64", None, None),
         ({"scores": ("logprobs",)}, r"unknown score in scores: .* got \['logprobs'\]", None, None),
-        ({"config": ScoringConfig(temperature=0.0)}, "temperature not above 0", None, None),
-        ({"config": ScoringConfig(temperature=-1.0)}, "temperature not above 0", None, None),
-        ({"config": ScoringConfig(temperature=float("nan"))}, "temperature not", None, None),
-        ({"config": ScoringConfig(temperature=float("inf"))}, "temperature not", None, None),
         ({"config": ScoringConfig(vocab_size=13)}, "too narrow for the vocabulary", None, None),
     ],
 )
@@ -1043,3 +1039,27 @@ def test_the_layout_is_the_one_that_the_config_names() -> None:
     contiguous = score(batch, dataclasses.replace(case, name="contiguous"), local)
     assert [len(v) for v in zigzag["log_probs"]] == [3]
     assert [len(v) for v in contiguous["log_probs"]] == [4]
+
+
+@pytest.mark.parametrize(
+    "temperature", [0.0, -1.0, float("nan"), float("inf"), "hot", None, True, 1j]
+)
+def test_a_config_needs_a_temperature_above_zero(temperature: Any) -> None:
+    with refused("temperature not above 0"):
+        ScoringConfig(temperature=temperature)
+
+
+def test_max_seq_lens_of_a_packed_stream_are_refused() -> None:
+    case = packed(FOUR)
+    logits = on_rank(case, random_logits(FOUR, 30))
+    with refused("max_seq_lens of a packed stream"):
+        score(FOUR, case, logits, max_seq_lens=64)
+
+
+def test_a_single_further_score_may_be_a_string_and_the_entropy_a_metric() -> None:
+    case = packed(FOUR)
+    logits = on_rank(case, random_logits(FOUR, 31)).requires_grad_()
+    results = score(FOUR, case, logits, scores="entropy", entropy_requires_grad=False)
+    assert set(results) == {"log_probs", "entropy"}
+    assert all(v.requires_grad for v in results["log_probs"])
+    assert not any(v.requires_grad for v in results["entropy"])

@@ -415,14 +415,22 @@ def test_a_vocabulary_with_empty_shards() -> None:
 @given(batches_in_layouts)
 def test_fingerprints_agree_on_every_rank(drawn: tuple[MicroBatch, LayoutCase]) -> None:
     batch, case = drawn
-    plans = [
-        build(batch, case, rank=rank, tp_rank=tp_rank, tp_size=2, assembled=assembled)
-        for rank in range(case.cp_size)
-        for tp_rank in range(2)
-        for assembled in (False, True)
+    fingerprints = [
+        {
+            build(batch, case, rank=rank, tp_rank=tp_rank, tp_size=2, **options).fingerprint
+            for rank in range(case.cp_size)
+            for tp_rank in range(2)
+        }
+        for options in (
+            {},
+            {"assembled": True},
+            {"vocab_size": batch.vocab_size + 1},
+            {"shard_columns": batch.vocab_size + 3},
+            {"on_missing_token": "include"},
+        )
     ]
-    assert len({plan.fingerprint for plan in plans}) == 1
-    assert 0 <= plans[0].fingerprint < 2**32
+    assert all(len(same) == 1 for same in fingerprints)
+    assert len(set.union(*fingerprints)) == len(fingerprints)
 
 
 def test_fingerprints_tell_different_micro_batches_apart() -> None:
