@@ -13,6 +13,7 @@ from rlreplay.errors import (
     ReplayError,
 )
 from rlreplay.kernels.reference import masked_log_softmax
+from rlreplay.kernels.softmax import SCORE_NAMES
 from rlreplay.layout import RowLayout
 from rlreplay.log_probs import (
     ResponseRows,
@@ -24,7 +25,7 @@ from rlreplay.parallel import ParallelState
 from rlreplay.plan import ReplayPlan, build_local_sampling_mask
 from rlreplay.rollout import Rollout, WeightVersionSpan
 from rlreplay.sampling_mask import RolloutSamplingMask
-from rlreplay.scores import SCORE_NAMES, Scores, score_assembled, score_logits
+from rlreplay.scores import Scores, score_assembled, score_logits
 
 __version__ = "0.1.0"
 

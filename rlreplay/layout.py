@@ -41,6 +41,13 @@ class _Segment(NamedTuple):
     length: int
 
 
+class _Piece(NamedTuple):
+    """Values of consecutive response tokens."""
+
+    start: int
+    values: Tensor
+
+
 class _Placement(Protocol):
     """Where the sequences lie: the one thing in which the layouts differ."""
 
@@ -92,8 +99,8 @@ class RowLayout:
         total_lengths: prompt + response tokens of each sample.
         response_lengths: response tokens of each sample; each prompt has at least one token.
         cp_rank, cp_size: this rank's place in its context-parallel group.
-        exact_rows: whether the logits must have exactly `num_local_rows` rows; a packed stream
-            may be longer, since trainers pad it at its end.
+        exact_rows: whether the logits must have exactly `num_local_rows` rows, or may have more,
+            at the end of the stream (`end_padding=True`).
 
     Raises:
         ReplayError: lengths that contradict each other or the layout.
@@ -115,12 +122,16 @@ class RowLayout:
         response_lengths: Sequence[int],
         *,
         padded_lengths: Sequence[int] | None = None,
+        end_padding: bool = False,
     ) -> RowLayout:
-        """thd without CP: samples one after another, each taking its padded length."""
+        """thd without CP: samples one after another, each taking its padded length.
+
+        `end_padding=True` says that the stream may be longer, padded at its end.
+        """
         total, response = _check_lengths(total_lengths, response_lengths)
         lengths = _check_padded(padded_lengths, total, multiple_of=1)
         placement = _Stream(_starts(lengths), lengths, sum(lengths))
-        return cls(total, response, 0, 1, False, placement)
+        return cls(total, response, 0, 1, not end_padding, placement)
 
     @classmethod
     def padded(
@@ -148,11 +159,13 @@ class RowLayout:
         cp_size: int,
         max_seq_len: int | None = None,
         padded_lengths: Sequence[int] | None = None,
+        end_padding: bool = False,
     ) -> RowLayout:
         """Zigzag CP: each sample is 2·cp equal chunks, and rank c holds c and 2·cp - 1 - c.
 
         thd without `max_seq_len` (each sample padded to a multiple of 2·cp, or to its padded
         length, which must be one); bshd with it (every sample padded to `max_seq_len` rounded up).
+        `end_padding=True` says that a thd stream may be longer, each rank's padded at its end.
         """
         cp_rank, cp_size = _check_rank(cp_rank, cp_size)
         total, response = _check_lengths(total_lengths, response_lengths)
@@ -164,7 +177,8 @@ class RowLayout:
             lengths = (_check_max_seq_len(max_seq_len, lengths),) * len(total)
         held = tuple((c, multiple - 1 - c) for c in range(cp_size))
         placement = _chunked(lengths, multiple, held)
-        return cls(total, response, cp_rank, cp_size, max_seq_len is not None, placement)
+        exact = max_seq_len is not None or not end_padding
+        return cls(total, response, cp_rank, cp_size, exact, placement)
 
     @classmethod
     def contiguous(
@@ -267,7 +281,8 @@ class RowLayout:
                 "logits rows do not match the layout",
                 expected=f"{'' if self.exact_rows else 'at least '}{self.num_local_rows} rows",
                 got=f"{num_rows}",
-                consequence=_MISALIGNED,
+                consequence=f"{_MISALIGNED} (padding, of each sample or of the stream's end, has "
+                "to be declared)",
             )
 
     # Response values: whole responses <-> this rank's rows
@@ -300,10 +315,11 @@ class RowLayout:
                 got=f"{len(parts_by_rank)}",
                 consequence="the responses would have holes",
             )
-        wholes: list[Tensor] | None = None
+        pieces: list[list[_Piece]] = [[] for _ in range(self.num_samples)]
         for rank, parts in enumerate(parts_by_rank):
-            wholes = self.for_rank(rank)._spread(parts, wholes)
-        return wholes or []
+            for own, more in zip(pieces, self.for_rank(rank)._pieces(parts), strict=True):
+                own.extend(more)
+        return [_joined_pieces(own) for own in pieces]
 
     def gather(
         self, parts: Sequence[Tensor], group: dist.ProcessGroup | None = None
@@ -359,20 +375,33 @@ class RowLayout:
             )
         return target.slice(self.gather(parts, group))
 
-    def _spread(
-        self, parts: Sequence[Tensor], wholes: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
-        """This rank's rows at their places in whole responses (by default of zeros)."""
+    def _pieces(self, parts: Sequence[Tensor]) -> list[list[_Piece]]:
+        """For each sample, this rank's rows by their places in the response.
+
+        Where it holds none, one piece of none of them ties the result to this rank's graph.
+        """
         self._check_samples(parts)
-        spread = []
-        for i, (values, count) in enumerate(zip(parts, self.row_counts, strict=True)):
-            self._check_first_dim(values, count, sample=i)
-            shape = (self.response_lengths[i], *values.shape[1:])
-            whole = values.new_zeros(shape) if wholes is None else wholes[i]
-            index = torch.from_numpy(self.response_indices(i)).to(values.device)
-            # also where it copies nothing: it ties the result to this rank's graph
-            spread.append(whole.index_copy(0, index, values))
-        return spread
+        pieces: list[list[_Piece]] = []
+        for i, (values, spans) in enumerate(zip(parts, self.spans, strict=True)):
+            self._check_first_dim(values, self.row_counts[i], sample=i)
+            lengths = [span.length for span in spans] or [0]
+            starts = [span.response_index for span in spans] or [0]
+            own = torch.split(values, lengths)
+            pieces.append([_Piece(a, v) for a, v in zip(starts, own, strict=True)])
+        return pieces
+
+    def _spread(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's rows at their places in whole responses, zeros elsewhere."""
+        wholes = []
+        for length, own in zip(self.response_lengths, self._pieces(parts), strict=True):
+            end, padded = 0, []
+            for start, values in own:
+                padded.append(_Piece(end, values.new_zeros(start - end, *values.shape[1:])))
+                padded.append(_Piece(start, values))
+                end = start + values.shape[0]
+            padded.append(_Piece(end, own[0].values.new_zeros(length - end, *values.shape[1:])))
+            wholes.append(torch.cat([piece.values for piece in padded]))
+        return wholes
 
     def _check_samples(self, values: Sequence[Tensor]) -> None:
         if len(values) != self.num_samples:
@@ -431,6 +460,12 @@ def _gradient_anchor(parts: Sequence[Tensor]) -> Tensor:
     return torch.zeros((), device=parts[0].device, requires_grad=True)
 
 
+def _joined_pieces(pieces: list[_Piece]) -> Tensor:
+    # a piece of no tokens comes before the one that starts at its place
+    ordered = sorted(pieces, key=lambda piece: (piece.start, piece.values.shape[0]))
+    return torch.cat([piece.values for piece in ordered])
+
+
 def _continues(before: RowSpan, after: RowSpan) -> bool:
     return (
         before.local_row + before.length == after.local_row
@@ -444,7 +479,9 @@ def _joined(before: RowSpan, after: RowSpan) -> RowSpan:
 
 def _indices(runs: Iterable[tuple[int, int]]) -> IntArray:
     parts = [np.arange(first, first + length, dtype=np.int64) for first, length in runs]
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+    indices = np.concatenate([np.zeros(0, np.int64), *parts])
+    indices.flags.writeable = False
+    return indices
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -17,16 +17,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlreplay.errors import ReplayError
+from rlreplay.kernels.softmax import SCORE_NAMES
 from rlreplay.layout import RowLayout, RowSpan
 from rlreplay.parallel import ParallelState
-from rlreplay.plan import OnMissingToken, ReplayPlan, tokens_on_host
+from rlreplay.plan import OnMissingToken, ReplayPlan, to_device, tokens_on_host
 from rlreplay.sampling_mask import (
     IntArray,
     IntArrayLike,
     RolloutSamplingMask,
+    check_count,
     integer_array,
 )
-from rlreplay.scores import Backend, check_temperature, score_assembled, score_logits
+from rlreplay.scores import (
+    BACKENDS,
+    Backend,
+    check_temperature,
+    known_scores,
+    score_assembled,
+    score_logits,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,9 @@ class ScoringConfig:
         temperature: the rollout's sampling temperature; divides the logits.
         cp_layout: which sequence shards a CP rank holds, `"zigzag"` or `"contiguous"` (all-gather
             CP, Ulysses); without CP they are the same.
+        end_padding: the packed (thd) stream may be longer than its samples, padded at its end.
+            Padding of each sample is declared by `padded_lengths`. A contiguous stream is cut into
+            equal pieces and so may be padded at its end in any case.
         redistribute_to_zigzag: give the results of contiguous CP in the zigzag layout.
         vocab_size: true size of the vocabulary; None where the logits have no padded columns.
         true_on_policy: reproduce the bits of an engine's `log_softmax` over the full row in the
@@ -50,6 +62,7 @@ class ScoringConfig:
     qkv_format: Literal["thd", "bshd"] = "thd"
     temperature: float = 1.0
     cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
+    end_padding: bool = False
     redistribute_to_zigzag: bool = False
     vocab_size: int | None = None
     true_on_policy: bool = False
@@ -61,6 +74,9 @@ class ScoringConfig:
         _check_choice("qkv_format", self.qkv_format, ("thd", "bshd"))
         _check_choice("cp_layout", self.cp_layout, ("zigzag", "contiguous"))
         _check_choice("on_missing_token", self.on_missing_token, ("raise", "include"))
+        _check_choice("backend", self.backend, BACKENDS)
+        if self.vocab_size is not None:
+            check_count(self.vocab_size, "vocab_size")
         check_temperature(self.temperature)
         if self.model_dtype is not None and not self.true_on_policy:
             raise ReplayError(
@@ -131,82 +147,94 @@ def get_log_probs_and_entropy(
         scores: further names of `rlreplay.scores.Scores`, differentiable but for the entropy, for
             which `entropy_requires_grad` speaks.
         plan: a plan built before for this micro-batch (PPO epochs, actor and reference), instead
-            of building one; `unconcat_tokens` and `rollout_sampling_mask` are then not read.
+            of building one; `unconcat_tokens` and `rollout_sampling_mask` are then not read, and
+            the ranks do not compare their arguments again.
 
     Returns:
         For `"log_probs"` and each further score one tensor a sample, `[response rows of the sample
-        on this rank]`, in the order of the response; float32, or float64 for float64 logits.
+        on this rank]`, in the order of the response; float32, or float64 for float64 logits
+        (`true_on_policy`: see `score_assembled`).
 
     Collectives: that of `ParallelState.agreed` unless a plan is given; those of `score_logits`
     (`score_assembled` with `true_on_policy`); with `redistribute_to_zigzag` on more than one CP
     rank one SUM all-reduce over the CP group more, and one in the backward.
 
     Raises:
-        ReplayError: anything that does not fit, on every rank and before any collective.
+        ReplayError: anything that does not fit, before any collective of a score; on every rank,
+            also where only one is given something wrong, unless a plan is given: then on the ranks
+            that are given it.
     """
     parallel = parallel or ParallelState.single()
     batch = _Batch(total_lengths, response_lengths, max_seq_lens, padded_lengths)
 
-    further = {scores} if isinstance(scores, str) else set(scores)
-    wanted = {"log_probs"} | further | ({"entropy"} if with_entropy else set())
-    metrics = wanted & (set() if entropy_requires_grad else {"entropy"})
-
     def prepare() -> _Prepared:
+        request = _request(scores, with_entropy, entropy_requires_grad)
         layout = batch.layout_of(logits, config, parallel)
         moves = config.redistribute_to_zigzag and parallel.cp_size > 1
         target = batch.zigzag_of(logits, config, parallel) if moves else None
-        columns = logits.shape[-1] * parallel.tp_size
-        vocab_size = columns if config.vocab_size is None else config.vocab_size
         if plan is not None:
-            _check_plan(plan, layout, parallel, config.vocab_size)
-            return _Prepared(plan, target)
+            _check_plan(plan, layout, parallel, config)
+            return _Prepared(plan, target, *request)
+        columns = logits.shape[-1] * parallel.tp_size
         built = ReplayPlan.build(
             unconcat_tokens,
             rollout_sampling_mask,
             layout,
             parallel=parallel,
-            vocab_size=vocab_size,
+            vocab_size=columns if config.vocab_size is None else config.vocab_size,
             device=logits.device,
             on_missing_token=config.on_missing_token,
             shard_columns=logits.shape[-1],
             assembled=config.true_on_policy,
             check_agreement=False,
         )
-        return _Prepared(built, target)
+        built.check_logits(logits.reshape(-1, logits.shape[-1]))
+        return _Prepared(built, target, *request)
+
+    def fingerprint(prepared: _Prepared) -> int:
+        asked = f"{config} {logits.dtype} {prepared.wanted} {prepared.metrics}"
+        return zlib.crc32(asked.encode(), prepared.plan.fingerprint)
 
     if plan is None:  # ranks agree once a plan, not once a score
-        asked = f"{config} {sorted(wanted)} {sorted(metrics)}".encode()
-        prepared = parallel.agreed(
-            prepare, lambda p: zlib.crc32(asked, p.plan.fingerprint), logits.device
-        )
+        device = logits.device if isinstance(logits, Tensor) else torch.device("cpu")
+        prepared = parallel.agreed(prepare, fingerprint, device)
     else:
         prepared = prepare()
-    flat = _scored(logits, prepared.plan, config, wanted, wanted - metrics)
+    flat = _scored(logits, prepared, config)
     layout, target = prepared.plan.layout, prepared.target
     if target is None:
         return {name: layout.split(values) for name, values in flat.items()}
-    return _redistributed(flat, metrics, layout, target, parallel)
+    return _redistributed(flat, prepared.metrics, layout, target, parallel)
 
 
 class _Prepared(NamedTuple):
-    """What is known before the first score: the plan, and the layout that results move to."""
+    """What is known before the first score."""
 
     plan: ReplayPlan
     target: RowLayout | None
+    """the layout that results move to"""
+    wanted: tuple[str, ...]
+    metrics: tuple[str, ...]
 
 
-def _scored(
-    logits: Tensor,
-    plan: ReplayPlan,
-    config: ScoringConfig,
-    wanted: set[str],
-    differentiable: set[str],
-) -> dict[str, Tensor]:
+def _request(
+    scores: Collection[str], with_entropy: bool, entropy_requires_grad: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The scores wanted, and those of them that are metrics."""
+    further = () if not scores else known_scores(scores, "scores")
+    asked = {"log_probs", *further, *(("entropy",) if with_entropy else ())}
+    wanted = tuple(name for name in SCORE_NAMES if name in asked)
+    return wanted, tuple(n for n in wanted if n == "entropy" and not entropy_requires_grad)
+
+
+def _scored(logits: Tensor, prepared: _Prepared, config: ScoringConfig) -> dict[str, Tensor]:
     rows = logits.reshape(-1, logits.shape[-1])
+    wanted = prepared.wanted
+    differentiable = tuple(name for name in wanted if name not in prepared.metrics)
     if config.true_on_policy:
         return score_assembled(
             rows,
-            plan,
+            prepared.plan,
             scores=wanted,
             differentiable=differentiable,
             temperature=config.temperature,
@@ -214,7 +242,7 @@ def _scored(
         ).asked()
     return score_logits(
         rows,
-        plan,
+        prepared.plan,
         scores=wanted,
         differentiable=differentiable,
         temperature=config.temperature,
@@ -224,7 +252,7 @@ def _scored(
 
 def _redistributed(
     flat: dict[str, Tensor],
-    metrics: set[str],
+    metrics: tuple[str, ...],
     layout: RowLayout,
     target: RowLayout,
     parallel: ParallelState,
@@ -269,14 +297,21 @@ def get_responses(
 def _response_rows(
     rows: Tensor, tokens: list[IntArray], layout: RowLayout
 ) -> Iterator[ResponseRows]:
+    indices = [layout.response_indices(i) for i in range(layout.num_samples)]
+    lengths = zip(layout.total_lengths, layout.response_lengths, strict=True)
+    targets = [
+        t[total - response + own]
+        for t, (total, response), own in zip(tokens, lengths, indices, strict=True)
+    ]
+    # one copy to the device for all samples
+    on_device = to_device(np.concatenate([np.zeros(0, np.int64), *targets, *indices]), rows.device)
+    by_sample = torch.split(on_device, [*layout.row_counts, *layout.row_counts])
     for i, spans in enumerate(layout.spans):
         parts = [rows[first:last] for first, last in _row_runs(spans)]
-        indices = layout.response_indices(i)
-        prompt = layout.total_lengths[i] - layout.response_lengths[i]
         yield ResponseRows(
             parts[0] if len(parts) == 1 else torch.cat([rows[:0], *parts]),
-            torch.from_numpy(tokens[i][prompt + indices]).to(rows.device),
-            torch.from_numpy(indices).to(rows.device),
+            by_sample[i],
+            by_sample[layout.num_samples + i],
         )
 
 
@@ -311,8 +346,9 @@ class _Batch(NamedTuple):
             self._width(logits, config, parallel.cp_size),
         )
         rank, size = parallel.cp_rank, parallel.cp_size
+        end_padding = config.end_padding or config.cp_layout == "contiguous"
         if size == 1 and width is None:
-            layout = RowLayout.packed(*lengths, padded_lengths=padded)
+            layout = RowLayout.packed(*lengths, padded_lengths=padded, end_padding=end_padding)
         elif size == 1 and width is not None:
             layout = RowLayout.padded(*lengths, max_seq_len=width, padded_lengths=padded)
         elif config.cp_layout == "zigzag":
@@ -379,6 +415,13 @@ class _Batch(NamedTuple):
 
     def _check_shape(self, logits: Tensor, qkv_format: str) -> None:
         batch = 1 if qkv_format == "thd" else len(self.total_lengths)
+        if not isinstance(logits, Tensor):
+            raise ReplayError(
+                "logits are no tensor",
+                expected="a torch.Tensor",
+                got=type(logits).__name__,
+                consequence="there is nothing to score or to send a gradient to",
+            )
         if logits.ndim != 3 or logits.shape[0] != batch:
             raise ReplayError(
                 f"logits are not a {qkv_format} batch",
@@ -394,17 +437,17 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
             f"unknown {name}",
             expected=f"one of {list(choices)}",
             got=repr(value),
-            consequence="logits would be read in a layout that nobody chose",
+            consequence="logits would be read or scored in a way that nobody chose",
         )
 
 
 def _check_plan(
-    plan: ReplayPlan, layout: RowLayout, parallel: ParallelState, vocab_size: int | None
+    plan: ReplayPlan, layout: RowLayout, parallel: ParallelState, config: ScoringConfig
 ) -> None:
-    if vocab_size is not None and plan.vocab_size != vocab_size:
+    if config.vocab_size is not None and plan.vocab_size != config.vocab_size:
         raise ReplayError(
             "the plan was built for another vocabulary",
-            expected=f"vocab_size {vocab_size}",
+            expected=f"vocab_size {config.vocab_size}",
             got=f"{plan.vocab_size}",
             consequence="padded columns would be scored, or real ones left out",
         )

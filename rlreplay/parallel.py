@@ -185,3 +185,11 @@ def _check_axis(axis: str, rank: int, size: int, group: dist.ProcessGroup | None
             got="None, which means a size of 1",
             consequence="each shard would be normalised on its own",
         )
+    # other objects stand for groups in tests
+    if isinstance(group, dist.ProcessGroup) and (rank, size) != _place_in(axis, group):
+        raise ReplayError(
+            f"not this rank's place in its {axis}-parallel group",
+            expected="rank {} of {}".format(*_place_in(axis, group)),
+            got=f"rank {rank} of {size}",
+            consequence="shards would be taken for others, or normalised on their own",
+        )

@@ -73,6 +73,8 @@ class ReplayPlan:
         targets: int64 `[R]`, position in `ids` of the sampled token, -1 where it lies on another
             shard.
         unrestricted: bool `[R]`, rows that are scored over the full vocabulary.
+        response_rows: int64 `[rows of the layout]`, the inverse of `rows`: the response row that a
+            logits row scores, -1 for none.
         host_rows, host_offsets, host_unrestricted: `rows`, `offsets`, `unrestricted` in host
             memory, by which the host cuts work into chunks without a sync.
     """
@@ -89,6 +91,7 @@ class ReplayPlan:
     ids: Int[Tensor, " N"]
     targets: Int[Tensor, " R"]
     unrestricted: Bool[Tensor, " R"]
+    response_rows: Int[Tensor, " rows"]
     host_rows: IntArray
     host_offsets: IntArray
     host_unrestricted: BoolArray
@@ -210,9 +213,11 @@ class ReplayPlan:
         options = f"{vocab_size} {shard.columns} {on_missing_token} {assembled} {masks is None}"
         ids, offsets, targets = _shard_supports(here, targets, columns)
         rows, unrestricted = layout.local_rows, local.unrestricted
-        longs = np.concatenate([rows, offsets, targets, unrestricted.astype(np.int64)])
-        sizes = [rows.size, offsets.size, rows.size, rows.size]
-        on_device = torch.split(_to_device(longs, device), sizes)
+        response_rows = np.full(layout.num_local_rows, -1, dtype=np.int64)
+        response_rows[rows] = np.arange(rows.size)
+        parts = [rows, offsets, targets, unrestricted.astype(np.int64), response_rows]
+        longs, sizes = np.concatenate(parts), [part.size for part in parts]
+        on_device = torch.split(to_device(longs, device), sizes)
         return cls(
             layout=layout,
             parallel=parallel,
@@ -223,9 +228,10 @@ class ReplayPlan:
             num_missing=int(missing.sum()),
             rows=on_device[0],
             offsets=on_device[1],
-            ids=_to_device(ids, device),
+            ids=to_device(ids, device),
             targets=on_device[2],
             unrestricted=on_device[3].bool(),
+            response_rows=on_device[4],
             host_rows=rows,
             host_offsets=offsets,
             host_unrestricted=unrestricted,
@@ -306,12 +312,10 @@ def build_local_sampling_mask(
         check_ids_below(mask, vocab_size)
     local, here = VocabShard(start, columns, limit).to_local(mask.ids)
     row_of_id = np.repeat(np.arange(rows), mask.lengths)
-    dense = torch.zeros((rows, columns), dtype=torch.bool, device=logits.device)
-    where = np.stack([row_of_id[here], local[here]])
-    row_index, column_index = torch.from_numpy(where).to(logits.device)
-    dense[row_index, column_index] = True
-    dense[torch.from_numpy(mask.unrestricted).to(logits.device), :limit] = True
-    return dense
+    free = to_device(mask.unrestricted.astype(np.int64), logits.device) != 0
+    dense = free[:, None] & (torch.arange(columns, device=logits.device) < limit)
+    where = to_device(np.concatenate([row_of_id[here], local[here]]), logits.device)
+    return dense.index_put_(tuple(where.view(2, -1)), dense.new_ones(()))
 
 
 def _check_parallel(layout: RowLayout, parallel: ParallelState) -> None:
@@ -514,7 +518,8 @@ def _shard_supports(
     return local[here].astype(np.int32), kept_before[mask.offsets], on_shard
 
 
-def _to_device(values: IntArray | IdArray, device: torch.device | str) -> Tensor:
+def to_device(values: IntArray | IdArray, device: torch.device | str) -> Tensor:
+    """Host integers as a tensor, by a copy that the host does not wait for."""
     # a copy: the plan's tensors share memory with nothing that is writable or read-only
     host = torch.from_numpy(np.array(values))
     if torch.device(device).type == "cuda":

@@ -14,10 +14,14 @@ Shapes: `T` logits rows and `V` columns on this rank, `R` response rows on this 
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import numbers
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,32 +33,33 @@ from rlreplay.kernels import torch_scores
 from rlreplay.kernels.assembled import ChunkSupports, chunk_scores
 from rlreplay.kernels.rows import (
     UNDERFLOW,
-    GradientCoefficients,
-    GradientTerm,
     RowStats,
+    ScoreKernels,
+    Temperature,
     accumulator,
+)
+from rlreplay.kernels.softmax import (
+    FULL_SCORES,
+    SCORE_NAMES,
+    Normaliser,
+    gradient_coefficients,
+    score_of,
+    where_rows,
 )
 from rlreplay.plan import ReplayPlan
 
-Backend = Literal["auto", "torch"]
+Backend = Literal["auto", "torch", "triton"]
+BACKENDS = get_args(Backend)
 
-SCORE_NAMES = (
-    "log_probs",
-    "full_log_probs",
-    "entropy",
-    "support_entropy",
-    "log_support_mass",
-)
 _ASSEMBLED_CHUNK_BYTES = 1 << 25  # bounds the temporaries of rows that are assembled
-_FULL = frozenset({"full_log_probs", "entropy", "log_support_mass"})
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
     """One tensor `[R]` for each score that was asked for, None for the others.
 
-    float32, or float64 where the logits are float64. Row order is that of the plan; the layout's
-    `split` cuts it into samples.
+    float32, or float64 where the logits are float64; from `score_assembled`, as it says. Rows are
+    in the order of the plan; the layout's `split` cuts them into samples.
     """
 
     log_probs: Float[Tensor, " R"] | None = None
@@ -105,8 +110,11 @@ def score_logits(
             False for none. The others are metrics.
         temperature: divides the logits. One number, or float `[R]` with one for each row; gets no
             gradient. Values on a device are not checked, which would be a sync.
-        backend: `"torch"` (any device), or `"auto"` for the fastest that fits the device.
-        inplace_backward: not available on the torch backend.
+        backend: `"torch"` (any device and type), `"triton"` (CUDA), or `"auto"`, which is triton
+            for CUDA tensors where it is installed and torch elsewhere.
+        inplace_backward: on the triton backend, write the gradient over the logits, which saves
+            its memory. Nobody may read the logits after that: autograd raises where it is asked
+            to, a second backward included. Refused for a leaf and for rows that overlap.
 
     Collectives: over the TP group one MAX and one SUM all-reduce of a few floats a row in the
     forward, whatever the data; none if its size is 1; none in the backward. The loss is taken to
@@ -119,11 +127,15 @@ def score_logits(
     plan.check_logits(logits)
     _check_supports_of(plan, assembled=False)
     wanted, trained = _resolve(scores, differentiable)
-    _check_backend(backend, inplace_backward)
+    kernels = _kernels(backend, logits)
+    if inplace_backward:
+        _check_inplace(logits, kernels)
     request = _Request(
         wanted,
         trained,
         _row_temperature(temperature, plan, logits.dtype),
+        kernels,
+        inplace_backward,
     )
     values: tuple[Tensor, ...] = _ScoreLogits.apply(  # type: ignore[no-untyped-call]
         logits, plan, request
@@ -143,8 +155,9 @@ def score_assembled(
     """Scores with the bits of an engine that runs `log_softmax` over the full row (true on-policy).
 
     Equivalent, bit for bit, to assembling the row from the vocab shards, cutting the padding,
-    `torch.log_softmax((row.to(model_dtype) / temperature).masked_fill(~support, -inf), -1)` at the
-    sampled token; and so is its gradient, for a loss that is replicated over TP. Slower than
+    `x = row.to(model_dtype).div(torch.tensor([temperature])).to(model_dtype)` and
+    `torch.log_softmax(x.masked_fill(~support, -inf), -1)` at the sampled token; and so is its
+    gradient, for a loss that is replicated over TP, gathered in `model_dtype`. Slower than
     `score_logits` and held to the rounding of `model_dtype`: use it where the engine does the same.
 
     Args:
@@ -152,7 +165,7 @@ def score_assembled(
         plan: the micro-batch, built with `assembled=True` (on one TP rank any plan will do).
         scores, differentiable: as in `score_logits`.
         temperature: divides the rows, in `model_dtype`.
-        model_dtype: what the rows are cast to first; by default the logits' dtype.
+        model_dtype: a floating-point type that the rows are cast to first; by default the logits'.
 
     Returns:
         `log_probs` and `full_log_probs` in `model_dtype`; the entropies and `log_support_mass`,
@@ -176,24 +189,36 @@ def score_assembled(
             got=f"shape {tuple(checked.shape)}",
             consequence="the scores would not have the engine's bits",
         )
-    request = _Request(wanted, trained, checked)
+    dtype = logits.dtype if model_dtype is None else model_dtype
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ReplayError(
+            "model_dtype is no floating-point type",
+            expected="torch.bfloat16, torch.float16, torch.float32 or torch.float64",
+            got=f"{dtype}",
+            consequence="the rows would be cut to integers",
+        )
+    request = _Request(wanted, trained, checked, torch_scores, False)
     values: tuple[Tensor, ...] = _ScoreAssembled.apply(  # type: ignore[no-untyped-call]
-        logits, plan, request, model_dtype or logits.dtype
+        logits, plan, request, dtype
     )
     return Scores(**dict(zip(wanted, values, strict=True)))
 
 
 class _ScoreAssembled(torch.autograd.Function):
-    """Recomputes each chunk of rows under autograd in the backward."""
+    """Recomputes each chunk of rows under autograd in the backward.
+
+    Autocast is off in both: it would run `log_softmax` in another type than the engine.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, plan: ReplayPlan, request: _Request, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        parts = [
-            chunk_scores(rows, supports, float(request.temperature), request.wanted)
-            for _, _, rows, supports in _assembled_chunks(logits, plan, dtype)
-        ]
+        with torch.autocast(logits.device.type, enabled=False):
+            parts = [
+                chunk_scores(rows, supports, float(request.temperature), request.wanted)
+                for _, _, rows, supports in _assembled_chunks(logits, plan, dtype)
+            ]
         outputs = tuple(torch.cat(values) for values in zip(*parts, strict=True))
         ctx.plan, ctx.request, ctx.dtype = plan, request, dtype
         ctx.save_for_backward(logits)
@@ -218,7 +243,7 @@ class _ScoreAssembled(torch.autograd.Function):
         for first, last, rows, supports in _assembled_chunks(logits, plan, ctx.dtype):
             if not given:
                 break  # nothing to send back; the gather has been entered all the same
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
                 leaf = rows.detach().requires_grad_()
                 values = chunk_scores(leaf, supports, float(request.temperature), tuple(given))
             upstream = [grad[first:last] for grad in given.values()]
@@ -235,12 +260,15 @@ def _assembled_chunks(
 
     There is always one chunk, of no rows where there are none.
     """
-    shards = _gathered_rows(logits, plan, dtype)
+    shards = None if plan.parallel.tp_group is None else _gathered_rows(logits, plan, dtype)
     step = max(1, _ASSEMBLED_CHUNK_BYTES // max(1, plan.vocab_size * dtype.itemsize))
     row_of_id = plan.row_of_id()
     for first in range(0, max(1, plan.num_rows), step):
         last = min(first + step, plan.num_rows)
-        rows = shards[:, first:last].transpose(0, 1).flatten(1)
+        if shards is None:
+            rows = logits.index_select(0, plan.rows[first:last]).to(dtype)
+        else:
+            rows = shards[:, first:last].transpose(0, 1).flatten(1)
         a, b = int(plan.host_offsets[first]), int(plan.host_offsets[last])
         supports = ChunkSupports(
             row_of_id[a:b] - first,
@@ -254,14 +282,13 @@ def _assembled_chunks(
 def _gathered_rows(logits: Tensor, plan: ReplayPlan, dtype: torch.dtype) -> Float[Tensor, "tp R V"]:
     """The planned rows of every vocab shard, in `dtype`: cast first, so that less is sent."""
     rows = logits.index_select(0, plan.rows).to(dtype)
-    group, size = plan.parallel.tp_group, plan.parallel.tp_size
-    if group is None:
-        return rows[None]
     # at least one row: not every backend takes an empty message
     sent = rows if plan.num_rows else rows.new_zeros(1, rows.shape[1])
-    received = sent.new_empty(size, *sent.shape)
-    dist.all_gather(list(received.unbind()), sent, group=group)
-    return received[:, : plan.num_rows]
+    received = sent.new_empty(plan.parallel.tp_size * sent.shape[0], sent.shape[1])
+    # the name changed in torch 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(received, sent, group=plan.parallel.tp_group)
+    return received.view(-1, *sent.shape)[:, : plan.num_rows]
 
 
 class _Request(NamedTuple):
@@ -269,20 +296,9 @@ class _Request(NamedTuple):
 
     wanted: tuple[str, ...]
     trained: frozenset[str]
-    temperature: float | Tensor
-
-    def weighted(self) -> tuple[bool, bool]:
-        """Whether the support's and the vocabulary's statistics need their weighted sum."""
-        return "support_entropy" in self.wanted, "entropy" in self.wanted
-
-
-class _Normaliser(NamedTuple):
-    """A softmax over a set of columns of each row, all shards together."""
-
-    maximum: Tensor
-    log_total: Tensor
-    """log of sum exp(x - maximum): lse = maximum + log_total."""
-    entropy: Tensor | None
+    temperature: Temperature
+    kernels: ScoreKernels
+    inplace_backward: bool
 
 
 class _ScoreLogits(torch.autograd.Function):
@@ -291,72 +307,67 @@ class _ScoreLogits(torch.autograd.Function):
         ctx: Any, logits: Tensor, plan: ReplayPlan, request: _Request
     ) -> tuple[Tensor, ...]:
         support, full, target = _normalisers(logits, plan, request)
-        makers: dict[str, Callable[[], Tensor | None]] = {
-            "log_probs": lambda: _log_prob(target, support),
-            "full_log_probs": lambda: _log_prob(target, full),
-            "entropy": lambda: full.entropy,
-            "support_entropy": lambda: support.entropy,
-            "log_support_mass": lambda: (
-                support.maximum - full.maximum + (support.log_total - full.log_total)
-            ),
-        }
-        outputs = {name: makers[name]() for name in request.wanted}
+        outputs = [score_of(name, support, full, target) for name in request.wanted]
         ctx.plan, ctx.request = plan, request
-        ctx.save_for_backward(logits, *support, *full)
+        ctx.save_for_backward(logits, *support, *(full or ()))
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(v for k, v in outputs.items() if k not in request.trained))
-        return tuple(v for v in outputs.values() if v is not None)
+        named = zip(request.wanted, outputs, strict=True)
+        ctx.mark_non_differentiable(*(v for k, v in named if k not in request.trained))
+        return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         logits, *saved = ctx.saved_tensors
         plan, request = ctx.plan, ctx.request
-        by_name = dict(zip(request.wanted, grads, strict=True))
-        by_name = {k: g for k, g in by_name.items() if g is not None and k in request.trained}
-        coefficients = _coefficients(
-            _Normaliser(*saved[:3]), _Normaliser(*saved[3:]), by_name, plan, request.temperature
+        given = {
+            name: grad
+            for name, grad in zip(request.wanted, grads, strict=True)
+            if grad is not None and name in request.trained
+        }
+        coefficients = gradient_coefficients(
+            Normaliser(*saved[:4]),
+            Normaliser(*saved[4:]) if len(saved) > 4 else None,
+            given,
+            plan.unrestricted if plan.has_unrestricted else None,
+            request.temperature,
         )
-        dense_rows = plan.host_unrestricted | (not _FULL.isdisjoint(by_name))
-        gradient = torch_scores.logits_gradient(
-            logits, plan, request.temperature, coefficients, dense_rows
+        dense_rows = plan.host_unrestricted | (not FULL_SCORES.isdisjoint(given))
+        out = logits.detach() if request.inplace_backward else None
+        gradient = request.kernels.logits_gradient(
+            logits, plan, request.temperature, coefficients, dense_rows, out
         )
+        if request.inplace_backward:  # whoever else has saved the logits shall notice
+            torch.autograd.graph.increment_version(logits)
         return gradient, None, None
 
 
 def _normalisers(
     logits: Tensor, plan: ReplayPlan, request: _Request
-) -> tuple[_Normaliser, _Normaliser, Tensor]:
+) -> tuple[Normaliser, Normaliser | None, Tensor]:
     """Normalisers over the supports and the vocabulary, and the sampled tokens' x, over all shards.
 
-    Where no full-vocabulary score is asked for, the second holds only the unrestricted rows.
+    The second is None where nothing reads whole rows, and holds only the unrestricted rows where
+    no full-vocabulary score is asked for.
     """
-    on_support, on_vocab = request.weighted()
-    support, target = torch_scores.support_stats(logits, plan, request.temperature, on_support)
-    free = plan.has_unrestricted
-    rows = None if _FULL & set(request.wanted) else plan.host_unrestricted
-    full = torch_scores.full_stats(
-        logits, plan, request.temperature, on_vocab or (on_support and free), rows
-    )
-    (support, full), target = _over_shards((support, full), target, plan.parallel.tp_group)
+    kernels, temperature, free = request.kernels, request.temperature, plan.has_unrestricted
+    weighted = "support_entropy" in request.wanted
+    support, target = kernels.support_stats(logits, plan, temperature, weighted)
+    stats = [support]
+    every_row = not FULL_SCORES.isdisjoint(request.wanted)
+    if every_row or free:
+        full_weighted = "entropy" in request.wanted or (weighted and free)
+        rows = None if every_row else plan.host_unrestricted
+        stats.append(kernels.full_stats(logits, plan, temperature, full_weighted, rows))
+    stats, target = _over_shards(stats, target, plan.parallel.tp_group)
     if free:  # after the sums, whose order may differ: such a row's support mass is exactly 1
-        support = _where(plan.unrestricted, full, support)
-    return _normaliser(support), _normaliser(full), target
-
-
-def _where(condition: Tensor, a: RowStats, b: RowStats) -> RowStats:
-    moment = None
-    if a.weighted is not None and b.weighted is not None:
-        moment = torch.where(condition, a.weighted, b.weighted)
-    return RowStats(
-        torch.where(condition, a.maximum, b.maximum),
-        torch.where(condition, a.total, b.total),
-        moment,
-    )
+        stats[0] = where_rows(plan.unrestricted, stats[1], stats[0])
+    normalisers = [Normaliser.of(each) for each in stats]
+    return normalisers[0], normalisers[1] if len(normalisers) > 1 else None, target
 
 
 def _over_shards(
-    stats: tuple[RowStats, RowStats], target: Tensor, group: dist.ProcessGroup | None
+    stats: list[RowStats], target: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[list[RowStats], Tensor]:
     """Statistics of whole rows from those of the shards: one MAX and one SUM all-reduce.
 
@@ -364,7 +375,7 @@ def _over_shards(
     NaN itself arrives with the sum.
     """
     if group is None:
-        return list(stats), target
+        return stats, target
     local = torch.stack([s.maximum for s in stats])
     maxima = torch.where(local.isnan(), torch.inf, local)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
@@ -387,84 +398,16 @@ def _over_shards(
     return whole, target
 
 
-def _normaliser(stats: RowStats) -> _Normaliser:
-    log_total = stats.total.log()
-    moment = stats.weighted
-    return _Normaliser(
-        stats.maximum,
-        log_total,
-        None if moment is None else log_total - moment / stats.total,
-    )
-
-
-def _log_prob(target: Tensor, normaliser: _Normaliser) -> Tensor:
-    # in this order a lone id's log-prob is exactly 0
-    return (target - normaliser.maximum) - normaliser.log_total
-
-
-def _coefficients(
-    support: _Normaliser,
-    full: _Normaliser,
-    grads: dict[str, Tensor],
-    plan: ReplayPlan,
-    temperature: float | Tensor,
-) -> GradientCoefficients:
-    """The chain rule: gradients of the scores to coefficients of the logits' gradient.
-
-    With d = x_j - maximum, p_j = exp(d - log_total) and log p_j = d - log_total, so
-    p_j (a + b (log p_j + H)) = exp(d) (A + B d), A = (a + b (H - log_total)) exp(-log_total),
-    B = b exp(-log_total).
-    """
-    zero = torch.zeros_like(support.maximum)
-    on_support = grads.get("log_probs", zero)
-    on_vocab = grads.get("full_log_probs", zero)
-    mass = grads.get("log_support_mass", zero)
-    entropy, support_entropy = grads.get("entropy"), grads.get("support_entropy")
-    dense = None
-    if not _FULL.isdisjoint(grads) or plan.has_unrestricted:
-        # In an unrestricted row the support is the vocabulary: its terms are dense, its mass is 1.
-        free = plan.unrestricted
-        part = None
-        if support_entropy is not None and plan.has_unrestricted:
-            part = torch.where(free, support_entropy, zero)
-        dense_constant = -on_vocab - torch.where(free, on_support, mass)
-        dense = _term(full, dense_constant, _sum(entropy, part), temperature)
-    sparse = _term(support, mass - on_support, support_entropy, temperature)
-    if plan.has_unrestricted:
-        sparse = sparse.zero_where(plan.unrestricted)
-    return GradientCoefficients(dense, sparse, (on_support + on_vocab) * (1 / temperature))
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
-
-
-def _term(
-    normaliser: _Normaliser,
-    constant: Tensor,
-    entropy: Tensor | None,
-    temperature: float | Tensor,
-) -> GradientTerm:
-    """exp(d) (A + B d) of a = `constant` and b = -`entropy`, with the 1 / temperature of x."""
-    # the factor of the target's amount, so that the two cancel exactly on a support of one id
-    scale = torch.exp(-normaliser.log_total) * (1 / temperature)
-    if entropy is None:
-        return GradientTerm(normaliser.maximum, constant * scale, None)
-    assert normaliser.entropy is not None
-    constant = constant - entropy * (normaliser.entropy - normaliser.log_total)
-    return GradientTerm(normaliser.maximum, constant * scale, -entropy * scale)
-
-
 # Checks
 
 
 def _resolve(
     scores: Collection[str], differentiable: Collection[str] | bool | None
 ) -> tuple[tuple[str, ...], frozenset[str]]:
-    wanted = _known_scores(scores, "scores")
+    wanted = known_scores(scores, "scores")
     if differentiable is None or isinstance(differentiable, bool):
         return wanted, frozenset() if differentiable is False else frozenset(wanted)
-    trained = _known_scores(differentiable, "differentiable")
+    trained = known_scores(differentiable, "differentiable")
     if not set(trained) <= set(wanted):
         raise ReplayError(
             "a score is differentiable but not asked for",
@@ -475,7 +418,10 @@ def _resolve(
     return wanted, frozenset(trained)
 
 
-def _known_scores(names: Collection[str], argument: str) -> tuple[str, ...]:
+def known_scores(names: Any, argument: str) -> tuple[str, ...]:
+    """Names of scores, one or several, in the order of `SCORE_NAMES`; unknown ones are refused."""
+    if not isinstance(names, Collection):
+        names = (repr(names),)
     given = [names] if isinstance(names, str) else list(names)
     unknown = [name for name in given if name not in SCORE_NAMES]
     if unknown or (not given and argument == "scores"):
@@ -498,20 +444,55 @@ def _check_supports_of(plan: ReplayPlan, *, assembled: bool) -> None:
         )
 
 
-def _check_backend(backend: str, inplace_backward: bool) -> None:
-    if backend not in ("auto", "torch"):
+def _kernels(backend: str, logits: Tensor) -> ScoreKernels:
+    """The module of a backend: the one asked for, or a refusal."""
+    if backend not in BACKENDS:
         raise BackendError(
             "no such backend",
-            expected="'auto' or 'torch'",
+            expected="'auto', 'torch' or 'triton'",
             got=repr(backend),
             consequence="an explicit backend is never swapped for another",
         )
-    if inplace_backward:
+    on_gpu, unit_columns = logits.device.type == "cuda", logits.stride(1) == 1
+    if backend == "torch":
+        return torch_scores
+    if backend == "auto" and not (on_gpu and unit_columns and _has_triton()):
+        return torch_scores
+    interpreted = logits.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if not (_has_triton() and unit_columns and (on_gpu or interpreted)):
+        raise BackendError(
+            "the triton backend cannot run here",
+            expected="triton installed, and logits on a CUDA device with consecutive columns",
+            got=f"logits on {logits.device} with strides {logits.stride()}"
+            if _has_triton()
+            else "no triton",
+            consequence="an explicit backend is never swapped for another",
+        )
+    # Imported here: it takes long, and the other backends need it not.
+    kernels: ScoreKernels = importlib.import_module("rlreplay.kernels.triton_scores")
+    return kernels
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _check_inplace(logits: Tensor, kernels: ScoreKernels) -> None:
+    if kernels is torch_scores:
         raise BackendError(
             "in-place backward on the torch backend",
-            expected="inplace_backward=False",
-            got="True",
+            expected="backend='triton', or inplace_backward=False",
+            got="inplace_backward=True",
             consequence="the gradient would need memory of its own all the same",
+        )
+    dense_rows = logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1]
+    if (logits.is_leaf and logits.requires_grad) or not dense_rows:
+        raise BackendError(
+            "in-place backward would destroy logits that are still needed",
+            expected="logits that an operation made, in rows that do not overlap",
+            got=f"a leaf={logits.is_leaf}, strides {logits.stride()}",
+            consequence="the leaf would hold its own gradient, or rows each other's",
         )
 
 
@@ -521,17 +502,21 @@ def _row_temperature(
     """A checked temperature: a float, or `[R]` in the accumulation type on the plan's device."""
     if not isinstance(temperature, Tensor):
         return check_temperature(temperature)
-    if temperature.requires_grad or temperature.shape != (plan.num_rows,):
+    fits = temperature.shape == (plan.num_rows,) and temperature.device == plan.device
+    if temperature.requires_grad or not fits:
         raise ReplayError(
             "temperature does not fit the rows",
-            expected=f"a number, or a tensor of shape ({plan.num_rows},) without gradient",
-            got=f"shape {tuple(temperature.shape)}, requires_grad={temperature.requires_grad}",
+            expected=f"a number, or a tensor of shape ({plan.num_rows},) on {plan.device} "
+            "without gradient",
+            got=f"shape {tuple(temperature.shape)} on {temperature.device}, "
+            f"requires_grad={temperature.requires_grad}",
             consequence="rows would be scored at another row's temperature",
         )
     if temperature.device.type == "cpu":
-        for value in temperature[~((temperature > 0) & temperature.isfinite())][:1].tolist():
+        usable = (temperature > 0) & temperature.isfinite()
+        for value in temperature[~usable][:1].tolist():
             check_temperature(value)
-    return temperature.to(plan.device, accumulator(dtype))
+    return temperature.to(accumulator(dtype))
 
 
 def check_temperature(temperature: Any) -> float:

@@ -40,17 +40,31 @@ def chunk_scores(
     `log_probs` and `full_log_probs` come in the rows' dtype, with the bits of `torch.log_softmax`
     on it. Entropies and the support's mass are computed in float32 from the divided rows.
     """
-    x = rows / temperature
-    masked = _masked(x, supports)
-    wide_x, wide_masked = (t.to(accumulator(t.dtype)) for t in (x, masked))
-    makers = {
-        "log_probs": lambda: _at(torch.log_softmax(masked, dim=-1), supports.targets),
-        "full_log_probs": lambda: _at(torch.log_softmax(x, dim=-1), supports.targets),
-        "entropy": lambda: entropy_of(torch.log_softmax(wide_x, dim=-1)),
-        "support_entropy": lambda: entropy_of(torch.log_softmax(wide_masked, dim=-1)),
-        "log_support_mass": lambda: wide_masked.logsumexp(dim=-1) - wide_x.logsumexp(dim=-1),
-    }
-    return tuple(makers[name]() for name in wanted)
+    x = _divided(rows, temperature)
+    masked = _masked(x, supports) if set(wanted) - {"full_log_probs", "entropy"} else x
+    return tuple(_score(name, x, masked, supports.targets) for name in wanted)
+
+
+def _score(name: str, x: Tensor, masked: Tensor, targets: Tensor) -> Tensor:
+    wide = accumulator(x.dtype)
+    if name == "log_probs":
+        return _at(torch.log_softmax(masked, dim=-1), targets)
+    if name == "full_log_probs":
+        return _at(torch.log_softmax(x, dim=-1), targets)
+    if name == "entropy":
+        return entropy_of(torch.log_softmax(x.to(wide), dim=-1))
+    if name == "support_entropy":
+        return entropy_of(torch.log_softmax(masked.to(wide), dim=-1))
+    return masked.to(wide).logsumexp(dim=-1) - x.to(wide).logsumexp(dim=-1)
+
+
+def _divided(rows: Tensor, temperature: float) -> Tensor:
+    """Rows by temperature as an engine divides: by a float32 tensor, rounded back to their type.
+
+    Division by a number would not do: on CUDA torch multiplies by its reciprocal instead.
+    """
+    divisor = torch.full((1,), temperature, dtype=accumulator(rows.dtype), device=rows.device)
+    return rows.div(divisor).to(rows.dtype)
 
 
 def _masked(x: Tensor, supports: ChunkSupports) -> Tensor:

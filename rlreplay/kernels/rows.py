@@ -10,11 +10,17 @@ of -inf count nothing.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from rlreplay.plan import ReplayPlan
+from rlreplay.sampling_mask import BoolArray
+
+Temperature = float | Float[Tensor, " R"]
+"""One number, or one for each row, in the accumulation type."""
 
 UNDERFLOW = -1000.0
 """An exponent below which exp is exactly 0 in float32 and float64, to replace -inf by: the
@@ -68,3 +74,30 @@ class GradientCoefficients(NamedTuple):
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The type that sums run in: float64 for float64, float32 for everything shorter."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class ScoreKernels(Protocol):
+    """What a backend's module provides; `torch_scores` says what each function computes."""
+
+    def support_stats(
+        self, logits: Tensor, plan: ReplayPlan, temperature: Temperature, weighted: bool
+    ) -> tuple[RowStats, Tensor]: ...
+
+    def full_stats(
+        self,
+        logits: Tensor,
+        plan: ReplayPlan,
+        temperature: Temperature,
+        weighted: bool,
+        rows: BoolArray | None,
+    ) -> RowStats: ...
+
+    def logits_gradient(
+        self,
+        logits: Tensor,
+        plan: ReplayPlan,
+        temperature: Temperature,
+        coefficients: GradientCoefficients,
+        dense_rows: BoolArray,
+        out: Tensor | None = None,
+    ) -> Tensor: ...

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlreplay.kernels.rows import (
@@ -20,6 +21,7 @@ from rlreplay.kernels.rows import (
     GradientCoefficients,
     GradientTerm,
     RowStats,
+    Temperature,
     accumulator,
 )
 from rlreplay.plan import ReplayPlan
@@ -29,8 +31,7 @@ from rlreplay.sampling_mask import BoolArray
 # from; elsewhere they only bound the memory.
 _CHUNK_BYTES = {"cpu": 1 << 19}
 _CHUNK_BYTES_ELSEWHERE = 1 << 26
-
-Temperature = float | Float[Tensor, " R"]
+_CHUNK_IDS = 1 << 20  # support ids gathered at a time; about 50 bytes each
 
 
 def support_stats(
@@ -43,17 +44,21 @@ def support_stats(
 
     Reads N logits. An unrestricted row gives those of its sampled token alone.
     """
-    row_of_id = plan.row_of_id()
-    x = _support_logits(logits, plan, row_of_id, temperature)
-    maximum = _segments(x, plan, "max")
-    shifted = (x - _finite(maximum)[row_of_id]).clamp_min_(UNDERFLOW)
-    weights = shifted.exp()
-    stats = RowStats(
-        maximum,
-        _segments(weights, plan, "sum"),
-        _segments(weights.mul_(shifted), plan, "sum") if weighted else None,
-    )
-    return stats, _target_logits(x, plan)
+    dtype = accumulator(logits.dtype)
+    maximum = torch.empty(plan.num_rows, dtype=dtype, device=logits.device)
+    total, target = torch.empty_like(maximum), torch.empty_like(maximum)
+    moment = torch.empty_like(maximum) if weighted else None
+    for part in _id_chunks(plan):
+        x = _support_logits(logits, plan, part, temperature)
+        top = part.reduced(x, "max")
+        shifted = (x - _finite(top)[part.row_of_id]).clamp_min_(UNDERFLOW)
+        weights = shifted.exp()
+        maximum[part.rows] = top
+        total[part.rows] = part.reduced(weights, "sum")
+        target[part.rows] = part.at_targets(x)
+        if moment is not None:
+            moment[part.rows] = part.reduced(weights.mul_(shifted), "sum")
+    return RowStats(maximum, total, moment), target
 
 
 def full_stats(
@@ -75,7 +80,7 @@ def full_stats(
     moment = torch.zeros_like(maximum) if weighted else None
     if plan.shard.valid == 0:
         return RowStats(maximum, total, moment)
-    for first, last, x in _row_chunks(logits, plan, temperature, rows):
+    for first, last, x in _row_chunks(logits, plan, temperature, rows, slice(0, plan.num_rows)):
         count = last - first
         top = x.amax(dim=1)
         shifted = (x - _finite(top)[:, None]).clamp_min_(UNDERFLOW)
@@ -93,32 +98,104 @@ def logits_gradient(
     temperature: Temperature,
     coefficients: GradientCoefficients,
     dense_rows: BoolArray,
+    out: Float[Tensor, "T V"] | None = None,
 ) -> Float[Tensor, "T V"]:
     """The gradient of the logits, in their type, rounded once.
 
     Args:
         dense_rows: host bool `[R]`, the rows whose dense term is not zero.
+        out: None; this backend writes to memory of its own.
     """
-    row_of_id = plan.row_of_id()
-    x_support = _support_logits(logits, plan, row_of_id, temperature)
-    values = _term(x_support, coefficients.support.at(row_of_id))
-    values = _add_at_targets(values, plan, coefficients.target)
-    columns = plan.ids.long()
-
-    if dense_rows.all():
+    assert out is None
+    whole = bool(dense_rows.all())
+    if whole:
         gradient = _zeros_but_for_rows(logits, plan)
     else:
         gradient = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-        gradient.index_put_((plan.rows[row_of_id], columns), values.to(gradient.dtype))
-    if coefficients.dense is None:
-        return gradient
-    for first, last, x in _row_chunks(logits, plan, temperature, dense_rows):
-        dense = _term(x, coefficients.dense.at((slice(first, last), None)))
-        a, b = int(plan.host_offsets[first]), int(plan.host_offsets[last])
-        where = (row_of_id[a:b] - first, columns[a:b])
-        dense.index_put_(where, dense[where] + values[a:b])
-        _write_rows(gradient, plan, first, last, dense)
+    for part in _id_chunks(plan):
+        x = _support_logits(logits, plan, part, temperature)
+        values = _term(x, coefficients.support.at(part.rows).at(part.row_of_id))
+        values = part.added_at_targets(values, coefficients.target[part.rows])
+        columns = part.ids.long()
+        if not whole:
+            rows = plan.rows[part.rows][part.row_of_id]
+            gradient.index_put_((rows, columns), values.to(gradient.dtype))
+        if coefficients.dense is None:
+            continue
+        chunks = _row_chunks(logits, plan, temperature, dense_rows, part.rows)
+        for first, last, chunk in chunks:
+            dense = _term(chunk, coefficients.dense.at((slice(first, last), None)))
+            a, b = part.id_range(plan, first, last)
+            where = (part.row_of_id[a:b] - (first - part.rows.start), columns[a:b])
+            # ids are unique in a row, so nothing is added twice
+            dense.index_put_(where, dense[where] + values[a:b])
+            _write_rows(gradient, plan, first, last, dense)
     return gradient
+
+
+class _Ids(NamedTuple):
+    """The support ids of consecutive response rows, m in number."""
+
+    rows: slice
+    ids: Int[Tensor, " m"]
+    row_of_id: Int[Tensor, " m"]
+    """counted from the first of the rows"""
+    offsets: Int[Tensor, " rows+1"]
+    targets: Int[Tensor, " rows"]
+    """position among the m ids; m where the target lies on another shard"""
+
+    def reduced(self, values: Tensor, reduce: str) -> Tensor:
+        """`[rows]`: max (-inf over nothing) or sum (0 over nothing) of each row's values.
+
+        Sums run in float64, since they run serially: in float32 a support of a whole vocabulary
+        would lose two digits.
+        """
+        wide = values.double() if reduce == "sum" else values
+        # unsafe spares the sync that checks the offsets, which the plan has built itself
+        result: Tensor = torch.segment_reduce(
+            wide,
+            reduce,
+            offsets=self.offsets,
+            unsafe=True,
+            initial=-torch.inf if reduce == "max" else 0.0,
+        )
+        return result.to(values.dtype)
+
+    def at_targets(self, values: Tensor) -> Tensor:
+        """`[rows]`: each row's value at its target, 0 where that is on another shard."""
+        return torch.cat([values, values.new_zeros(1)])[self.targets]
+
+    def added_at_targets(self, values: Tensor, amounts: Tensor) -> Tensor:
+        """The values with each row's amount added at its target."""
+        padded = torch.cat([values, values.new_zeros(1)])  # others' targets go past the end
+        return padded.index_put_((self.targets,), padded[self.targets] + amounts)[:-1]
+
+    def id_range(self, plan: ReplayPlan, first: int, last: int) -> tuple[int, int]:
+        """Where the ids of rows [first, last) stand among these."""
+        start = int(plan.host_offsets[self.rows.start])
+        return int(plan.host_offsets[first]) - start, int(plan.host_offsets[last]) - start
+
+
+def _id_chunks(plan: ReplayPlan) -> Iterator[_Ids]:
+    """The plan's support ids, by runs of rows with a bounded number of ids (or one row)."""
+    first = 0
+    while first < plan.num_rows:
+        a = int(plan.host_offsets[first])
+        last = int(np.searchsorted(plan.host_offsets, a + _CHUNK_IDS, side="right")) - 1
+        last = min(plan.num_rows, max(first + 1, last))
+        b = int(plan.host_offsets[last])
+        offsets = plan.offsets[first : last + 1] - a
+        targets = plan.targets[first:last]
+        rows = torch.arange(last - first, device=plan.device)
+        yield _Ids(
+            slice(first, last),
+            plan.ids[a:b],
+            # output_size spares the sync that counts the ids
+            torch.repeat_interleave(rows, offsets.diff(), output_size=b - a),
+            offsets,
+            torch.where(targets >= 0, targets - a, b - a),
+        )
+        first = last
 
 
 def _term(x: Tensor, term: GradientTerm) -> Tensor:
@@ -131,10 +208,13 @@ def _term(x: Tensor, term: GradientTerm) -> Tensor:
 
 
 def _support_logits(
-    logits: Tensor, plan: ReplayPlan, row_of_id: Tensor, temperature: Temperature
+    logits: Tensor, plan: ReplayPlan, part: _Ids, temperature: Temperature
 ) -> Tensor:
-    x = logits[plan.rows[row_of_id], plan.ids.long()].to(accumulator(logits.dtype))
-    return _scaled(x, temperature[row_of_id] if isinstance(temperature, Tensor) else temperature)
+    rows = plan.rows[part.rows][part.row_of_id]
+    x = logits[rows, part.ids.long()].to(accumulator(logits.dtype))
+    if isinstance(temperature, Tensor):
+        return x / temperature[part.rows][part.row_of_id]
+    return _scaled(x, temperature)
 
 
 def _scaled(x: Tensor, temperature: float | Tensor) -> Tensor:
@@ -143,47 +223,21 @@ def _scaled(x: Tensor, temperature: float | Tensor) -> Tensor:
     return x / temperature
 
 
-def _segments(values: Tensor, plan: ReplayPlan, reduce: str) -> Tensor:
-    """`[R]`: max (-inf over nothing) or sum (0 over nothing) of each row's values, in order."""
-    # unsafe spares the sync that checks the offsets, which the plan has built itself
-    reduced: Tensor = torch.segment_reduce(
-        values,
-        reduce,
-        offsets=plan.offsets,
-        unsafe=True,
-        initial=-torch.inf if reduce == "max" else 0.0,
-    )
-    return reduced
-
-
 def _finite(maximum: Tensor) -> Tensor:
     """A shift for exponents: rows over nothing, or over -inf alone, are not shifted."""
     return torch.where(maximum == -torch.inf, 0.0, maximum)
 
 
-def _target_slots(values: Tensor, plan: ReplayPlan) -> tuple[Tensor, Tensor]:
-    """Values with a slot past the end, and for each row the slot of its target.
-
-    The extra slot is that of the targets that lie on another shard.
-    """
-    slots = torch.where(plan.targets >= 0, plan.targets, plan.num_ids)
-    return torch.cat([values, values.new_zeros(1)]), slots
-
-
-def _target_logits(x: Tensor, plan: ReplayPlan) -> Tensor:
-    padded, slots = _target_slots(x, plan)
-    return padded[slots]
-
-
-def _add_at_targets(values: Tensor, plan: ReplayPlan, amounts: Tensor) -> Tensor:
-    padded, slots = _target_slots(values, plan)
-    return padded.index_put_((slots,), padded[slots] + amounts)[: plan.num_ids]
-
-
 def _row_chunks(
-    logits: Tensor, plan: ReplayPlan, temperature: Temperature, rows: BoolArray | None
+    logits: Tensor,
+    plan: ReplayPlan,
+    temperature: Temperature,
+    wanted: BoolArray | None,
+    among: slice,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Chunks (first, last, x) of response rows [first, last), x `[rows, valid columns]`.
+
+    All rows of `among` that `wanted` names (None: all), in runs.
 
     x is not to be written to: it may be a view of the logits. A lone row comes beside a copy of
     itself: torch reduces one row in another order than several, and a row's scores shall not
@@ -193,7 +247,9 @@ def _row_chunks(
     dtype = accumulator(logits.dtype)
     budget = _CHUNK_BYTES.get(logits.device.type, _CHUNK_BYTES_ELSEWHERE)
     size = max(2, budget // max(1, plan.shard.valid * dtype.itemsize))
-    for first, last in _chunk_bounds(plan.num_rows, rows, size):
+    if wanted is None:
+        wanted = np.ones(plan.num_rows, dtype=np.bool_)
+    for first, last in _chunk_bounds(wanted, among, size):
         start, end = int(plan.host_rows[first]), int(plan.host_rows[last - 1])
         if first + 1 == last:
             x = columns[start : start + 1].expand(2, -1).contiguous()
@@ -205,15 +261,13 @@ def _row_chunks(
         yield first, last, _scaled(x.to(dtype), by_row)
 
 
-def _chunk_bounds(num_rows: int, rows: BoolArray | None, size: int) -> Iterator[tuple[int, int]]:
+def _chunk_bounds(wanted: BoolArray, among: slice, size: int) -> Iterator[tuple[int, int]]:
     """Runs of the wanted rows, cut evenly into chunks of about `size`, none of one row but runs
     of one."""
-    if rows is None:
-        rows = np.ones(num_rows, dtype=np.bool_)
-    for first, last in _runs(rows):
+    for first, last in _runs(wanted[among]):
         count = last - first
         chunks = max(1, min(-(-count // size), count // 2))
-        bounds = [first + count * c // chunks for c in range(chunks + 1)]
+        bounds = [among.start + first + count * c // chunks for c in range(chunks + 1)]
         yield from itertools.pairwise(bounds)
 
 

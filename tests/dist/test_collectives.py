@@ -208,7 +208,7 @@ def test_a_single_rank_enters_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a collective on a single rank")
 
-    for name in ("all_reduce", "all_gather"):
+    for name in ("all_reduce", "all_gather_into_tensor", "all_gather_single"):
         monkeypatch.setattr(torch.distributed, name, refuse)
     batch = make_batch(6)
     logits = torch.cat(batch.logits)[None].requires_grad_()

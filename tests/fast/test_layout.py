@@ -185,29 +185,41 @@ def test_lengths_may_be_arrays_and_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "may_be_longer"),
+    "case",
     [
-        (LayoutCase("packed", [5, 3], [2, 1]), True),
-        (LayoutCase("zigzag", [5, 3], [2, 1], 2), True),
-        (LayoutCase("padded", [5, 3], [2, 1], max_seq_len=6), False),
-        (LayoutCase("zigzag", [5, 3], [2, 1], 2, max_seq_len=6), False),
-        (LayoutCase("contiguous", [5, 3], [2, 1], 2), False),
-        (LayoutCase("contiguous", [5, 3], [2, 1], 2, max_seq_len=6), False),
+        LayoutCase("packed", [5, 3], [2, 1]),
+        LayoutCase("zigzag", [5, 3], [2, 1], 2),
+        LayoutCase("padded", [5, 3], [2, 1], max_seq_len=6),
+        LayoutCase("zigzag", [5, 3], [2, 1], 2, max_seq_len=6),
+        LayoutCase("contiguous", [5, 3], [2, 1], 2),
+        LayoutCase("contiguous", [5, 3], [2, 1], 2, max_seq_len=6),
     ],
-    ids=lambda value: f"{value.name}-{value.qkv_format}" if isinstance(value, LayoutCase) else "",
+    ids=lambda case: f"{case.name}-{case.qkv_format}",
 )
-def test_only_a_packed_stream_may_be_longer(case: LayoutCase, may_be_longer: bool) -> None:
+def test_another_number_of_rows_is_refused(case: LayoutCase) -> None:
     layout = case.layout()
     rows = len(case.cells())
     layout.check_rows(rows)
-    for wrong in (rows - 1, 0):
-        with refused("logits rows do not match the layout"):
+    for wrong in (rows - 1, 0, rows + 3):
+        with refused(f"logits rows .* expected {rows} rows, got {wrong}"):
             layout.check_rows(wrong)
-    if may_be_longer:
+
+
+def test_a_stream_with_end_padding_may_be_longer() -> None:
+    lengths = ([5, 3], [2, 1])
+    for layout in (
+        RowLayout.packed(*lengths, end_padding=True),
+        RowLayout.zigzag(*lengths, cp_rank=1, cp_size=2, end_padding=True),
+    ):
+        rows = layout.num_local_rows
+        layout.check_rows(rows)
         layout.check_rows(rows + 3)
-    else:
-        with refused(f"expected {rows} rows, got {rows + 3}"):
-            layout.check_rows(rows + 3)
+        with refused(f"expected at least {rows} rows, got {rows - 1}"):
+            layout.check_rows(rows - 1)
+    with refused("expected 12 rows, got 13"):
+        RowLayout.zigzag(
+            *lengths, cp_rank=1, cp_size=2, max_seq_len=9, end_padding=True
+        ).check_rows(13)
 
 
 # Whole responses and rows

@@ -373,7 +373,19 @@ def test_a_packed_stream_may_be_padded_at_its_end() -> None:
     case = packed(FOUR)
     logits = on_rank(case, random_logits(FOUR, 5))
     longer = torch.cat([logits, torch.full((1, 7, logits.shape[2]), torch.nan)], dim=1)
-    assert_same_bits(score(FOUR, case, longer), score(FOUR, case, logits))
+    config = config_of(case, end_padding=True)
+    assert_same_bits(score(FOUR, case, longer, config=config), score(FOUR, case, logits))
+    with refused(f"expected {logits.shape[1]} rows, got {longer.shape[1]}"):  # nobody said so
+        score(FOUR, case, longer)
+
+
+def test_samples_padded_one_by_one_have_to_say_so() -> None:
+    # Taken for padding at the end, it would shift every sample but the first.
+    padded = [n + 3 for n in FOUR.total_lengths]
+    case = LayoutCase("packed", FOUR.total_lengths, FOUR.response_lengths, padded_lengths=padded)
+    logits = on_rank(case, random_logits(FOUR, 5))
+    with refused(f"expected {sum(FOUR.total_lengths)} rows, got {sum(padded)}"):
+        score(FOUR, packed(FOUR), logits)
 
 
 def test_bshd_logits_in_any_memory_order() -> None:
@@ -893,7 +905,7 @@ BSHD = torch.zeros(3, 6, 6)
         ({"response_lengths": [4, 3, 3]}, "response length does not fit", 1, None),
         ({"padded_lengths": [6, 4]}, "padded_lengths does not have one entry", None, None),
         ({"padded_lengths": [6, 2, 6]}, "padded length does not fit", 1, None),
-        ({"padded_lengths": [8, 3, 5]}, "expected at least 16 rows, got 14", None, None),
+        ({"padded_lengths": [8, 3, 5]}, "expected 16 rows, got 14", None, None),
         ({"unconcat_tokens": SMALL.tokens[:2]}, "not one for each sample", None, None),
         (
             {"unconcat_tokens": [SMALL.tokens[0][1:], *SMALL.tokens[1:]]},
@@ -923,7 +935,7 @@ BSHD = torch.zeros(3, 6, 6)
         ({"logits": THD[0]}, r"not a thd batch: expected shape \[1, .* \(14, 6\)", None, None),
         ({"logits": THD.expand(2, -1, -1)}, "not a thd batch", None, None),
         ({"logits": THD[None]}, "not a thd batch", None, None),
-        ({"logits": THD[:, :13]}, "expected at least 14 rows, got 13", None, None),
+        ({"logits": THD[:, :13]}, "expected 14 rows, got 13", None, None),
         ({"logits": THD.long()}, "not a matrix of logits: .* torch.int64", None, None),
         ({"scores": ("logprobs",)}, r"unknown score in scores: .* got \['logprobs'\]", None, None),
         ({"config": ScoringConfig(vocab_size=13)}, "too narrow for the vocabulary", None, None),
@@ -975,9 +987,9 @@ def test_refusals_that_have_a_class_of_their_own() -> None:
     with refused("not in its support", sample=2, row=0, kind=MissingTokenError):
         masks = [*SMALL.masks[:2], wrong]
         score(SMALL, case, THD, parallel=parallel, rollout_sampling_mask=masks)
-    with refused("no such backend", kind=BackendError):
-        backend: Any = "fortran"
-        score(SMALL, case, THD, parallel=parallel, config=ScoringConfig(backend=backend))
+    with refused("the triton backend cannot run here", kind=BackendError):
+        config = ScoringConfig(backend="triton", vocab_size=SMALL.vocab_size)
+        score(SMALL, case, THD, parallel=parallel, config=config)
 
 
 @pytest.mark.parametrize(
@@ -985,6 +997,8 @@ def test_refusals_that_have_a_class_of_their_own() -> None:
     [
         ({"qkv_format": "sbhd"}, "unknown qkv_format: expected one of .* got 'sbhd'"),
         ({"qkv_format": None}, "unknown qkv_format"),
+        ({"backend": "fortran"}, "unknown backend: expected one of .* got 'fortran'"),
+        ({"vocab_size": -1}, "vocab_size is not a count"),
         ({"cp_layout": "ring"}, "unknown cp_layout: expected one of .* got 'ring'"),
         ({"on_missing_token": "skip"}, "unknown on_missing_token"),
         ({"redistribute_to_zigzag": True}, "nothing to redistribute"),

@@ -1,0 +1,518 @@
+"""The CUDA backend: Triton kernels that read each logit once and write each gradient once.
+
+The same three functions as in `torch_scores`, with the same meaning. Shapes: `T` logits rows and
+`V` columns of this shard, `R` response rows, `N` support ids on this shard; e bytes a logit.
+
+| kernel | bytes moved | order of a row's sums |
+|---|---|---|
+| `_support_kernel` | 36 N: a 32-byte sector for each gathered logit, and the ids | blocks of ids |
+| `_full_kernel` | e R V | lanes over the columns, then a tree |
+| `_support_gradient_kernel` | (36 + e) N | no sums |
+| `_dense_gradient_kernel` | e (R + T) V: scored rows are read, all are written | no sums |
+| `_scatter_kernel` | (36 + e) N | no sums |
+
+No atomics, and a row's work is cut up by V alone: the results are the same bit for bit from run to
+run and whatever other rows are in the call. Offsets into the logits are 64-bit. Arithmetic is in
+float32 (float64 for float64), temperature included.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from rlreplay.kernels.rows import GradientCoefficients, RowStats, Temperature, accumulator
+from rlreplay.plan import ReplayPlan
+from rlreplay.sampling_mask import BoolArray
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# An exponent whose exp is exactly 0, in place of -inf: the products 0 * -inf would be NaN.
+_UNDERFLOW = tl.constexpr(-1000.0)
+# Sums relative to a maximum of some columns are taken for good in this range; else they are redone
+# relative to the row's own maximum.
+_LEAST, _MOST = tl.constexpr(1e-20), tl.constexpr(1e30)
+
+# Fixed: the order of a row's sums shall not depend on the batch.
+_SUPPORT_BLOCK = 128
+
+
+def support_stats(
+    logits: Float[Tensor, "T V"], plan: ReplayPlan, temperature: Temperature, weighted: bool
+) -> tuple[RowStats, Float[Tensor, " R"]]:
+    """As `torch_scores.support_stats`: O(N), one program of one warp a row."""
+    stats = _new_stats(logits, plan, weighted)
+    target = torch.empty_like(stats.maximum)
+    if plan.num_rows:
+        _support_kernel[(plan.num_rows,)](
+            logits,
+            logits.stride(0),
+            plan.rows,
+            plan.offsets,
+            plan.ids,
+            plan.targets,
+            *_inverse_temperature(temperature, stats.maximum),
+            stats.maximum,
+            stats.total,
+            stats.weighted,
+            target,
+            PER_ROW=_per_row(temperature, stats.maximum),
+            WEIGHTED=weighted,
+            BLOCK=_SUPPORT_BLOCK,
+            num_warps=1,
+        )
+    return stats, target
+
+
+def full_stats(
+    logits: Float[Tensor, "T V"],
+    plan: ReplayPlan,
+    temperature: Temperature,
+    weighted: bool,
+    rows: BoolArray | None,
+) -> RowStats:
+    """As `torch_scores.full_stats`: one read of a row, one program a row.
+
+    Args:
+        rows: None for all rows; otherwise exactly the unrestricted ones are read.
+    """
+    stats = _new_stats(logits, plan, weighted)
+    if plan.num_rows == 0:
+        return stats
+    if plan.shard.valid == 0 or (rows is not None and not rows.any()):
+        stats.maximum.fill_(-torch.inf)
+        stats.total.zero_()
+        return RowStats(stats.maximum, stats.total, torch.zeros_like(stats.total))
+    block, warps, stages = _full_configuration(logits)
+    _full_kernel[(plan.num_rows,)](
+        logits,
+        logits.stride(0),
+        plan.shard.valid,
+        plan.rows,
+        plan.unrestricted,
+        *_inverse_temperature(temperature, stats.maximum),
+        stats.maximum,
+        stats.total,
+        stats.weighted,
+        PER_ROW=_per_row(temperature, stats.maximum),
+        ALL_ROWS=rows is None,
+        WEIGHTED=weighted,
+        BLOCK=block,
+        STAGES=stages,
+        num_warps=warps,
+    )
+    return stats
+
+
+def logits_gradient(
+    logits: Float[Tensor, "T V"],
+    plan: ReplayPlan,
+    temperature: Temperature,
+    coefficients: GradientCoefficients,
+    dense_rows: BoolArray,
+    out: Float[Tensor, "T V"] | None = None,
+) -> Float[Tensor, "T V"]:
+    """As `torch_scores.logits_gradient`, into `out` where given, which may be `logits`.
+
+    The support's gradient is computed first, while the logits are whole; then the dense term of
+    all rows is written (a zero fill where there is none), and the support's entries over it.
+
+    Args:
+        dense_rows: all rows, or exactly the unrestricted ones.
+    """
+    values = _support_gradient(logits, plan, temperature, coefficients, dense_rows)
+    if coefficients.dense is not None:
+        gradient = torch.empty_like(logits, memory_format=_CONTIGUOUS) if out is None else out
+        _write_dense(logits, plan, temperature, coefficients, dense_rows, gradient)
+    elif out is None:
+        gradient = torch.zeros_like(logits, memory_format=_CONTIGUOUS)
+    else:
+        gradient = out.zero_()
+    if plan.num_ids:
+        _scatter_kernel[(plan.num_rows,)](
+            gradient,
+            gradient.stride(0),
+            plan.rows,
+            plan.offsets,
+            plan.ids,
+            values,
+            BLOCK=_SUPPORT_BLOCK,
+            num_warps=1,
+        )
+    return gradient
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def _support_gradient(
+    logits: Tensor,
+    plan: ReplayPlan,
+    temperature: Temperature,
+    coefficients: GradientCoefficients,
+    dense_rows: BoolArray,
+) -> Tensor:
+    """The whole gradient `[N]` at the support's entries, in the logits' type."""
+    values = torch.empty(plan.num_ids, dtype=logits.dtype, device=logits.device)
+    if plan.num_ids == 0:
+        return values
+    support, dense = coefficients.support, coefficients.dense
+    _support_gradient_kernel[(plan.num_rows,)](
+        logits,
+        logits.stride(0),
+        plan.rows,
+        plan.offsets,
+        plan.ids,
+        plan.targets,
+        plan.unrestricted,
+        *_inverse_temperature(temperature, support.shift),
+        *support,
+        *(dense or (None, None, None)),
+        coefficients.target,
+        values,
+        PER_ROW=_per_row(temperature, support.shift),
+        ALL_DENSE=bool(dense_rows.all()),
+        HAS_DENSE=dense is not None,
+        BLOCK=_SUPPORT_BLOCK,
+        num_warps=1,
+    )
+    return values
+
+
+def _write_dense(
+    logits: Tensor,
+    plan: ReplayPlan,
+    temperature: Temperature,
+    coefficients: GradientCoefficients,
+    dense_rows: BoolArray,
+    gradient: Tensor,
+) -> None:
+    """The dense term of every row that has one, zeros in the others and past the vocabulary."""
+    dense = coefficients.dense
+    assert dense is not None
+    num_rows, columns = logits.shape
+    block, warps = _gradient_configuration(logits)
+    blocks = triton.cdiv(columns, block)
+    if num_rows * blocks == 0:
+        return
+    _dense_gradient_kernel[(num_rows * blocks,)](
+        logits,
+        logits.stride(0),
+        gradient,
+        gradient.stride(0),
+        columns,
+        plan.shard.valid,
+        blocks,
+        plan.response_rows,
+        plan.response_rows.numel(),
+        plan.unrestricted,
+        *_inverse_temperature(temperature, dense.shift),
+        *dense,
+        PER_ROW=_per_row(temperature, dense.shift),
+        ALL_DENSE=bool(dense_rows.all()),
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def _new_stats(logits: Tensor, plan: ReplayPlan, weighted: bool) -> RowStats:
+    maximum = torch.empty(plan.num_rows, dtype=accumulator(logits.dtype), device=logits.device)
+    return RowStats(
+        maximum, torch.empty_like(maximum), torch.empty_like(maximum) if weighted else None
+    )
+
+
+def _per_row(temperature: Temperature, like: Tensor) -> bool:
+    # a scalar argument of a kernel is a float32
+    return isinstance(temperature, Tensor) or like.dtype == torch.float64
+
+
+def _inverse_temperature(temperature: Temperature, like: Tensor) -> tuple[Tensor | None, float]:
+    """1 / temperature as a tensor `[R]`, or None and a number."""
+    if isinstance(temperature, Tensor):
+        return temperature.reciprocal(), 1.0
+    if _per_row(temperature, like):
+        return torch.full_like(like, 1 / temperature), 1.0
+    return None, 1 / temperature
+
+
+def _full_configuration(logits: Tensor) -> tuple[int, int, int]:
+    """Block, warps and pipeline stages of `_full_kernel`, by shape and type alone."""
+    block = min(4096, max(256, triton.next_power_of_2(logits.shape[1])))
+    return block, 4 if block >= 1024 else 1, 3
+
+
+def _gradient_configuration(logits: Tensor) -> tuple[int, int]:
+    """Block and warps of `_dense_gradient_kernel`, by shape and type alone."""
+    block = min(4096, max(256, triton.next_power_of_2(logits.shape[1])))
+    return block, 4 if block >= 1024 else 1
+
+
+@triton.jit
+def _load_inverse_temperature(per_row, scalar, r, PER_ROW: tl.constexpr):
+    if PER_ROW:
+        return tl.load(per_row + r)
+    else:
+        return scalar
+
+
+@triton.jit
+def _exp(d):
+    return tl.exp2(d * _LOG2_E)
+
+
+@triton.jit
+def _support_kernel(
+    logits,
+    stride,
+    rows,
+    offsets,
+    ids,
+    targets,
+    inverse_temperatures,
+    inverse_temperature,
+    maximum,
+    total,
+    weighted,
+    target,
+    PER_ROW: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: its maximum over its ids, then the sums relative to it; the target's x."""
+    acc = maximum.dtype.element_ty
+    r = tl.program_id(0)
+    row = logits + tl.load(rows + r) * stride
+    first = tl.load(offsets + r)
+    last = tl.load(offsets + r + 1)
+    inverse = _load_inverse_temperature(inverse_temperatures, inverse_temperature, r, PER_ROW)
+    lanes = tl.arange(0, BLOCK)
+
+    top = tl.full((BLOCK,), float("-inf"), acc)
+    for start in range(first, last, BLOCK):
+        here = start + lanes < last
+        columns = tl.load(ids + start + lanes, mask=here, other=0)
+        x = tl.load(row + columns, mask=here, other=float("-inf")).to(acc) * inverse
+        top = tl.maximum(top, x)
+    m = tl.max(top, axis=0)
+    shift = tl.where(m == float("-inf"), 0.0, m)
+
+    s = tl.zeros((BLOCK,), acc)
+    w = tl.zeros((BLOCK,), acc)
+    for start in range(first, last, BLOCK):
+        here = start + lanes < last
+        columns = tl.load(ids + start + lanes, mask=here, other=0)
+        x = tl.load(row + columns, mask=here, other=float("-inf")).to(acc) * inverse
+        d = x - shift
+        e = _exp(d)
+        s += e
+        if WEIGHTED:
+            w += e * tl.maximum(d, _UNDERFLOW)
+    tl.store(maximum + r, m)
+    tl.store(total + r, tl.sum(s, axis=0))
+    if WEIGHTED:
+        tl.store(weighted + r, tl.sum(w, axis=0))
+
+    position = tl.load(targets + r)
+    column = tl.load(ids + position, mask=position >= 0, other=0)
+    y = tl.load(row + column, mask=position >= 0, other=0.0).to(acc) * inverse
+    tl.store(target + r, y)
+
+
+@triton.jit
+def _full_kernel(
+    logits,
+    stride,
+    valid,
+    rows,
+    unrestricted,
+    inverse_temperatures,
+    inverse_temperature,
+    maximum,
+    total,
+    weighted,
+    PER_ROW: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One row, read once: sums by lane relative to the maximum of its first block.
+
+    That maximum is a shift like any other: it spares the loop the running maximum, its reductions
+    and their barriers. In the rare row where the sums leave a safe range (a far larger logit later
+    in the row, nothing but -inf at first, -inf or NaN anywhere), they are redone with it.
+    """
+    acc = maximum.dtype.element_ty
+    r = tl.program_id(0)
+    if not ALL_ROWS:  # a row that is not to be read has no columns
+        valid = tl.where(tl.load(unrestricted + r) != 0, valid, 0)
+    row = logits + tl.load(rows + r) * stride
+    inverse = _load_inverse_temperature(inverse_temperatures, inverse_temperature, r, PER_ROW)
+    lanes = tl.arange(0, BLOCK)
+    blocks = valid // BLOCK
+    done = blocks * BLOCK
+
+    head = tl.load(row + lanes, mask=lanes < valid, other=float("-inf")).to(acc) * inverse
+    shift = tl.max(head, axis=0)
+    s = tl.zeros((BLOCK,), acc)
+    w = tl.zeros((BLOCK,), acc)
+    for block in tl.range(0, blocks, num_stages=STAGES):
+        d = tl.load(row + block * BLOCK + lanes).to(acc) * inverse - shift
+        e = _exp(d)
+        s += e
+        if WEIGHTED:
+            w += e * d
+    rest = done + lanes < valid
+    d = tl.load(row + done + lanes, mask=rest, other=float("-inf")).to(acc) * inverse - shift
+    e = tl.where(rest, _exp(d), 0.0)
+    s += e
+    if WEIGHTED:
+        w += tl.where(rest, e * d, 0.0)
+    m = shift
+    row_total = tl.sum(s, axis=0)
+    row_weighted = tl.sum(w, axis=0)
+    safe = (row_total > _LEAST) & (row_total < _MOST) & (row_weighted == row_weighted)
+
+    if not safe:
+        top = tl.full((BLOCK,), float("-inf"), acc)
+        for start in range(0, valid, BLOCK):
+            here = start + lanes < valid
+            x = tl.load(row + start + lanes, mask=here, other=float("-inf")).to(acc) * inverse
+            top = tl.maximum(top, x)
+        m = tl.max(top, axis=0)
+        shift = tl.where(m == float("-inf"), 0.0, m)
+        s = tl.zeros((BLOCK,), acc)
+        w = tl.zeros((BLOCK,), acc)
+        for start in range(0, valid, BLOCK):
+            here = start + lanes < valid
+            x = tl.load(row + start + lanes, mask=here, other=float("-inf")).to(acc) * inverse
+            e = _exp(x - shift)
+            s += e
+            if WEIGHTED:
+                w += e * tl.maximum(x - shift, _UNDERFLOW)
+        row_total = tl.sum(s, axis=0)
+        row_weighted = tl.sum(w, axis=0)
+
+    tl.store(maximum + r, m)
+    tl.store(total + r, row_total)
+    if WEIGHTED:
+        tl.store(weighted + r, row_weighted)
+
+
+@triton.jit
+def _term(x, r, shift, constant, slope):
+    """exp(x - shift) (constant + slope (x - shift)) with the coefficients of row r."""
+    d = x - tl.load(shift + r)
+    e = _exp(d)
+    if slope is None:
+        return e * tl.load(constant + r)
+    else:
+        return e * (tl.load(constant + r) + tl.load(slope + r) * tl.maximum(d, _UNDERFLOW))
+
+
+@triton.jit
+def _support_gradient_kernel(
+    logits,
+    stride,
+    rows,
+    offsets,
+    ids,
+    targets,
+    unrestricted,
+    inverse_temperatures,
+    inverse_temperature,
+    support_shift,
+    support_constant,
+    support_slope,
+    dense_shift,
+    dense_constant,
+    dense_slope,
+    target,
+    values,
+    PER_ROW: tl.constexpr,
+    ALL_DENSE: tl.constexpr,
+    HAS_DENSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: the sum of all terms at its ids."""
+    acc = support_shift.dtype.element_ty
+    r = tl.program_id(0)
+    row = logits + tl.load(rows + r) * stride
+    first = tl.load(offsets + r)
+    last = tl.load(offsets + r + 1)
+    position = tl.load(targets + r)
+    amount = tl.load(target + r)
+    inverse = _load_inverse_temperature(inverse_temperatures, inverse_temperature, r, PER_ROW)
+    is_dense = ALL_DENSE
+    if HAS_DENSE and not ALL_DENSE:
+        is_dense = tl.load(unrestricted + r) != 0
+    lanes = tl.arange(0, BLOCK)
+    for start in range(first, last, BLOCK):
+        at = start + lanes
+        here = at < last
+        columns = tl.load(ids + at, mask=here, other=0)
+        x = tl.load(row + columns, mask=here, other=0.0).to(acc) * inverse
+        gradient = _term(x, r, support_shift, support_constant, support_slope)
+        gradient += tl.where(at == position, amount, 0.0)
+        if HAS_DENSE:
+            dense = _term(x, r, dense_shift, dense_constant, dense_slope)
+            gradient += tl.where(is_dense, dense, 0.0)
+        tl.store(values + at, gradient.to(values.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _dense_gradient_kernel(
+    logits,
+    stride,
+    gradient,
+    gradient_stride,
+    columns,
+    valid,
+    blocks,
+    response_rows,
+    num_layout_rows,
+    unrestricted,
+    inverse_temperatures,
+    inverse_temperature,
+    dense_shift,
+    dense_constant,
+    dense_slope,
+    PER_ROW: tl.constexpr,
+    ALL_DENSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of columns of one logits row. `gradient` may be `logits`."""
+    acc = dense_shift.dtype.element_ty
+    t = tl.program_id(0) // blocks
+    lanes = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    r = tl.load(response_rows + t, mask=t < num_layout_rows, other=-1)
+    is_dense = r >= 0
+    if not ALL_DENSE:
+        is_dense = is_dense & (tl.load(unrestricted + r, mask=r >= 0, other=0) != 0)
+    out = gradient + t.to(tl.int64) * gradient_stride + lanes
+    if is_dense:
+        inverse = _load_inverse_temperature(inverse_temperatures, inverse_temperature, r, PER_ROW)
+        row = logits + t.to(tl.int64) * stride
+        x = tl.load(row + lanes, mask=lanes < valid, other=float("-inf")).to(acc) * inverse
+        value = tl.where(lanes < valid, _term(x, r, dense_shift, dense_constant, dense_slope), 0.0)
+        tl.store(out, value.to(gradient.dtype.element_ty), mask=lanes < columns)
+    else:
+        tl.store(out, tl.zeros((BLOCK,), gradient.dtype.element_ty), mask=lanes < columns)
+
+
+@triton.jit
+def _scatter_kernel(gradient, stride, rows, offsets, ids, values, BLOCK: tl.constexpr):
+    """One row: its values to its ids."""
+    r = tl.program_id(0)
+    row = gradient + tl.load(rows + r) * stride
+    first = tl.load(offsets + r)
+    last = tl.load(offsets + r + 1)
+    lanes = tl.arange(0, BLOCK)
+    for start in range(first, last, BLOCK):
+        here = start + lanes < last
+        columns = tl.load(ids + start + lanes, mask=here, other=0)
+        value = tl.load(values + start + lanes, mask=here, other=0.0)
+        tl.store(row + columns, value, mask=here)
