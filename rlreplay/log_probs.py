@@ -358,6 +358,7 @@ class _Batch(NamedTuple):
                 cp_size=size,
                 max_seq_len=width,
                 padded_lengths=padded,
+                end_padding=end_padding,
             )
         else:
             layout = RowLayout.contiguous(

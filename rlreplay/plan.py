@@ -5,10 +5,11 @@ Shapes: `R` response rows on this rank, `N` support ids of these rows on this ra
 
 from __future__ import annotations
 
+import itertools
+import weakref
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -31,6 +32,9 @@ from rlreplay.sampling_mask import (
 )
 
 OnMissingToken = Literal["raise", "include"]
+
+
+_PLANS: weakref.WeakValueDictionary[int, ReplayPlan] = weakref.WeakValueDictionary()
 
 
 class VocabShard(NamedTuple):
@@ -77,6 +81,8 @@ class ReplayPlan:
             logits row scores, -1 for none.
         host_rows, host_offsets, host_unrestricted: `rows`, `offsets`, `unrestricted` in host
             memory, by which the host cuts work into chunks without a sync.
+        has_unrestricted: whether some row on this rank is scored over the full vocabulary.
+        handle: a number that names the plan in this process while it lives.
     """
 
     layout: RowLayout
@@ -95,6 +101,24 @@ class ReplayPlan:
     host_rows: IntArray
     host_offsets: IntArray
     host_unrestricted: BoolArray
+    has_unrestricted: bool
+    handle: int = field(default_factory=itertools.count().__next__, init=False)
+
+    def __post_init__(self) -> None:
+        _PLANS[self.handle] = self
+
+    @staticmethod
+    def of_handle(handle: int) -> ReplayPlan:
+        """The living plan with this handle, by which operators of a compiled graph refer to it."""
+        plan = _PLANS.get(handle)
+        if plan is None:
+            raise ReplayError(
+                "the plan is gone",
+                expected="a plan that is kept until the backward of its scores",
+                got=f"handle {handle}",
+                consequence="nothing is known of the supports",
+            )
+        return plan
 
     @property
     def num_rows(self) -> int:
@@ -105,11 +129,6 @@ class ReplayPlan:
     def num_ids(self) -> int:
         """N: support ids on this rank's shard."""
         return int(self.host_offsets[-1])
-
-    @cached_property
-    def has_unrestricted(self) -> bool:
-        """Whether some row on this rank is scored over the full vocabulary."""
-        return bool(self.host_unrestricted.any())
 
     @property
     def device(self) -> torch.device:
@@ -235,6 +254,7 @@ class ReplayPlan:
             host_rows=rows,
             host_offsets=offsets,
             host_unrestricted=unrestricted,
+            has_unrestricted=bool(unrestricted.any()),
         )
 
     def check_logits(self, logits: Tensor) -> None:

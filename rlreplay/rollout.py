@@ -15,20 +15,25 @@ import torch
 
 from rlreplay.errors import ReplayError
 from rlreplay.sampling_mask import (
+    INT32_MAX,
+    BoolArray,
+    FloatArray,
+    IntArray,
     IntArrayLike,
     RolloutSamplingMask,
     float_array,
+    frozen,
+    host_array,
     integer_array,
+    is_integer,
+    is_iterable,
+    row_at,
     shown,
 )
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
-BoolArray = npt.NDArray[np.bool_]
 FloatArrayLike = Sequence[float] | npt.NDArray[Any] | torch.Tensor
 BoolArrayLike = Sequence[bool] | npt.NDArray[Any] | torch.Tensor
 
-_INT32_MAX = int(np.iinfo(np.int32).max)
 # A log-softmax in fp32 may end a few roundings above 0.
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)
 # How far the probabilities of one support may sum from 1. fp32 rounding over some thousand ids
@@ -53,8 +58,9 @@ class WeightVersionSpan(NamedTuple):
 class Rollout:
     """One prompt, one response, and the action space that each response token was drawn from.
 
-    All arrays are private copies and read-only. Two rollouts are equal when all their fields are;
-    they cannot be hashed. Pickling with protocol 5 hands the arrays over out of band.
+    All arrays are private copies that numpy refuses to make writeable. Two rollouts are equal when
+    all their fields are; they cannot be hashed. Pickling with protocol 5 hands the arrays over out
+    of band.
 
     Args:
         prompt_ids: int `[P]`, at least one.
@@ -126,9 +132,8 @@ class Rollout:
 
     def _store(self, **fields: Any) -> None:
         for name, value in fields.items():
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False
-            object.__setattr__(self, name, value)
+            own = frozen(value) if isinstance(value, np.ndarray) else value
+            object.__setattr__(self, name, own)
 
     @property
     def tokens(self) -> IntArray:
@@ -178,7 +183,7 @@ def token_array(values: Any, name: str, vocab_size: int | None = None) -> IntArr
     `ReplayError` names the position as the row: meant for response tokens.
     """
     tokens = integer_array(values, name).copy()
-    limit = _INT32_MAX + 1 if vocab_size is None else min(vocab_size, _INT32_MAX + 1)
+    limit = INT32_MAX + 1 if vocab_size is None else min(vocab_size, INT32_MAX + 1)
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= limit):
         at = int(np.argmax((tokens < 0) | (tokens >= limit)))
         raise ReplayError(
@@ -226,9 +231,7 @@ def log_prob_array(
     """
 
     def row_of(position: int) -> int:
-        if per_id_of is None:
-            return position
-        return int(np.searchsorted(per_id_of.offsets, position, side="right")) - 1
+        return position if per_id_of is None else row_at(per_id_of.offsets, position)
 
     try:
         narrow = float_array(values, name)
@@ -344,25 +347,23 @@ def _check_sampled_log_probs(
 def _loss_mask_array(values: Any, n: int) -> BoolArray:
     if values is None:
         return np.ones(n, dtype=np.bool_)
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
     if isinstance(values, list | tuple) and set(map(type, values)) <= {bool, np.bool_}:
         values = np.array(values, dtype=np.bool_)
+    if isinstance(values, np.ndarray | torch.Tensor):
+        values = host_array(values, "biu", 1, _not_a_loss_mask)
     if not (isinstance(values, np.ndarray) and values.dtype == np.bool_):
         values = integer_array(values, "loss_mask")
         wrong = (values != 0) & (values != 1)
         if wrong.any():
             row = int(np.argmax(wrong))
             raise _not_a_loss_mask(f"{int(values[row])}", row)
-    if values.ndim != 1:
-        raise _not_a_loss_mask(f"shape {values.shape}", None)
     if values.size != n:
         raise _wrong_count("loss_mask", "values", n, values.size)
     own: BoolArray = values.astype(np.bool_)
     return own
 
 
-def _not_a_loss_mask(got: str, row: int | None) -> ReplayError:
+def _not_a_loss_mask(got: str, row: int | None = None) -> ReplayError:
     return ReplayError(
         "loss_mask is no mask",
         expected="one bool, 0 or 1 for each response token",
@@ -373,13 +374,18 @@ def _not_a_loss_mask(got: str, row: int | None) -> ReplayError:
 
 
 def _spans(values: Any, n: int) -> tuple[WeightVersionSpan, ...]:
-    try:
-        spans = tuple(WeightVersionSpan(*span) for span in values)
-    except TypeError:
-        raise _bad_span("(version, start, end) triples", shown(values), None) from None
+    listed = list(values) if is_iterable(values) else [values]
+    for span in listed:
+        if not isinstance(span, list | tuple) or len(span) != 3:
+            raise _bad_span("(version, start, end) triples", shown(span), None)
+    spans = [WeightVersionSpan(*span) for span in listed]
     end = 0
     for span in spans:
-        if not isinstance(span.version, str) or not _is_int(span.start) or not _is_int(span.end):
+        if (
+            not isinstance(span.version, str)
+            or not is_integer(span.start)
+            or not is_integer(span.end)
+        ):
             raise _bad_span("a string and two integers", shown(tuple(span)), None)
         if span.start != end:
             raise _bad_span(f"a span that starts at {end}", shown(tuple(span)), end)
@@ -391,10 +397,6 @@ def _spans(values: Any, n: int) -> tuple[WeightVersionSpan, ...]:
     if spans and end != n:
         raise _bad_span(f"spans that end at {n}", f"the last one ends at {end}", end)
     return tuple(WeightVersionSpan(s.version, int(s.start), int(s.end)) for s in spans)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _bad_span(expected: str, got: str, row: int | None) -> ReplayError:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import array
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self, overload
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +22,28 @@ IntArray = npt.NDArray[np.int64]
 IdArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 IntArrayLike = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
-_INT32_MAX = int(np.iinfo(np.int32).max)
+INT32_MAX = int(np.iinfo(np.int32).max)
+
 _WRONG_ACTIONS = "the policy would be scored on another action space than the one sampled from"
 _SHIFTED = "every later row would be scored on another token's support"
 _ROW_TYPES = frozenset({list, tuple, range, array.array, np.ndarray, torch.Tensor})
-_ARRAY_TYPES = frozenset({np.ndarray, torch.Tensor})
+# Rows that become arrays before they are joined (a range may be far too long for a list).
+_ARRAY_TYPES = frozenset({np.ndarray, torch.Tensor, range})
+_BOOLS = frozenset({bool, np.bool_})
 _NUMBER_TYPES = frozenset({float, int, np.float32, np.float64})
 _FLOAT64_MAX = int(np.finfo(np.float64).max)
 _UNPACK_BYTES = 1 << 26  # dense bits unpacked at a time by from_packed_bits
+_MOST = 1 << 48  # no array is that long, and sums of such counts do not overflow
+# The dtypes that lists of ids, flags and log-probs come in, by the kind that numpy gives them.
+_TENSOR_KINDS = {
+    torch.bool: "b",
+    **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64), "i"),
+    **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64), "u"),
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), "f"),
+}
 
 
 class RolloutSamplingMask:
@@ -43,7 +56,8 @@ class RolloutSamplingMask:
         allow_unrestricted: permit zero-length rows, which are scored over the full vocabulary.
 
     The arguments are copied. Ids are sorted within their row where they are not already. The
-    object is immutable, compares by value, and pickles with protocol-5 out-of-band buffers.
+    object is immutable (numpy refuses to make its arrays writeable), compares by value, and pickles
+    with protocol-5 out-of-band buffers.
 
     Raises:
         ReplayError: offsets that do not start at 0, end at N or never decrease; an empty row; an
@@ -74,10 +88,8 @@ class RolloutSamplingMask:
         self._freeze(own_ids, own_offsets)
 
     def _freeze(self, ids: IdArray, offsets: IntArray) -> None:
-        ids.flags.writeable = False
-        offsets.flags.writeable = False
-        object.__setattr__(self, "_ids", ids)
-        object.__setattr__(self, "_offsets", offsets)
+        object.__setattr__(self, "_ids", frozen(ids))
+        object.__setattr__(self, "_offsets", frozen(offsets))
 
     @classmethod
     def _trusted(cls, ids: IdArray, offsets: IntArray) -> Self:
@@ -159,18 +171,12 @@ class RolloutSamplingMask:
         return cls._trusted(own_ids, own_offsets), own_values
 
     @classmethod
-    def from_dense(cls, mask: npt.NDArray[np.bool_] | torch.Tensor) -> Self:
-        """From a bool `[n, V]` array or tensor, true where the id is in the row's support."""
-        dense = mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else np.asarray(mask)
-        if dense.dtype != np.bool_ or dense.ndim != 2:
-            raise ReplayError(
-                "not a dense sampling mask",
-                expected="a two-dimensional bool array [rows, vocab]",
-                got=f"{dense.dtype} of shape {dense.shape}",
-                consequence=_WRONG_ACTIONS,
-            )
+    def from_dense(cls, mask: npt.NDArray[np.bool_] | torch.Tensor | Sequence[Any]) -> Self:
+        """From a bool `[n, V]` array, tensor or nested list, true for ids of the support."""
+        listed = _bool_matrix(mask) if isinstance(mask, list | tuple) else mask
+        dense = host_array(listed, "b", 2, _not_dense)
         _, columns = np.nonzero(dense)
-        offsets = _offsets_of(np.count_nonzero(dense, axis=1))
+        offsets = offsets_of(np.count_nonzero(dense, axis=1))
         _check_no_empty_row(offsets)
         return cls._trusted(columns.astype(np.int32), offsets)
 
@@ -180,15 +186,19 @@ class RolloutSamplingMask:
 
         Bit j of byte b of a row stands for id `8 * b + j`; bits past `vocab_size` must be 0.
         """
-        packed = bits.detach().cpu().numpy() if isinstance(bits, torch.Tensor) else np.asarray(bits)
         width = -(-check_count(vocab_size, "vocab_size") // 8)
-        if packed.dtype != np.uint8 or packed.ndim != 2 or packed.shape[1] != width:
-            raise ReplayError(
+
+        def refuse(got: str) -> ReplayError:
+            return ReplayError(
                 "not a packed sampling mask",
                 expected=f"uint8 of shape [rows, {width}] for a vocabulary of {vocab_size}",
-                got=f"{packed.dtype} of shape {packed.shape}",
+                got=got,
                 consequence=_WRONG_ACTIONS,
             )
+
+        packed = host_array(bits, "u", 2, refuse)
+        if packed.dtype != np.uint8 or packed.shape[1] != width:
+            raise refuse(f"{packed.dtype} of shape {packed.shape}")
         step = max(1, _UNPACK_BYTES // max(1, 8 * width))
         parts, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
         for start in range(0, packed.shape[0], step):
@@ -204,7 +214,7 @@ class RolloutSamplingMask:
                 )
             parts.append(np.nonzero(dense)[1].astype(np.int32))
             counts.append(np.count_nonzero(dense, axis=1).astype(np.int64))
-        offsets = _offsets_of(np.concatenate(counts))
+        offsets = offsets_of(np.concatenate(counts))
         _check_no_empty_row(offsets)
         return cls._trusted(np.concatenate(parts), offsets)
 
@@ -226,31 +236,27 @@ class RolloutSamplingMask:
     @classmethod
     def concat(cls, masks: Iterable[RolloutSamplingMask]) -> Self:
         """The rows of several masks, one after another (turns, resumed requests)."""
+        if not is_iterable(masks):
+            raise _not_a_mask("an iterable of RolloutSamplingMask", masks, None)
         parts = list(masks)
         for index, part in enumerate(parts):
             if not isinstance(part, RolloutSamplingMask):
-                raise ReplayError(
-                    "not a sampling mask",
-                    expected="RolloutSamplingMask",
-                    got=type(part).__name__,
-                    consequence=_WRONG_ACTIONS,
-                    sample=index,
-                )
+                raise _not_a_mask("RolloutSamplingMask", part, index)
         ids = np.concatenate([np.zeros(0, np.int32), *(p._ids for p in parts)])
         lengths = np.concatenate([np.zeros(0, np.int64), *(p.lengths for p in parts)])
-        return cls._trusted(ids, _offsets_of(lengths))
+        return cls._trusted(ids, offsets_of(lengths))
 
     # Reading
 
     @property
     def ids(self) -> IdArray:
         """int32 `[N]`, read-only: all supports, one row after another, ascending in a row."""
-        return self._ids
+        return self._ids.view()  # a view of its own: whoever reshapes it in place has only that
 
     @property
     def offsets(self) -> IntArray:
         """int64 `[n + 1]`, read-only: row t is `ids[offsets[t]:offsets[t + 1]]`."""
-        return self._offsets
+        return self._offsets.view()
 
     @property
     def lengths(self) -> IntArray:
@@ -280,7 +286,11 @@ class RolloutSamplingMask:
     @overload
     def __getitem__(self, index: slice) -> RolloutSamplingMask: ...
     def __getitem__(self, index: int | slice) -> IdArray | RolloutSamplingMask:
-        """`mask[t]` is the ids of row t (read-only); `mask[a:b]` is the mask of those rows."""
+        """`mask[t]` is the ids of row t (read-only); `mask[a:b]` is the mask of those rows.
+
+        Indexing is Python's own, for iteration to work: `IndexError` past the ends, negative rows
+        from the end. `select` refuses both with a `ReplayError`.
+        """
         if isinstance(index, slice):
             return self.select(range(*index.indices(len(self))))
         row = range(len(self))[index]
@@ -308,7 +318,7 @@ class RolloutSamplingMask:
     def to_dense(self, vocab_size: int) -> BoolArray:
         """bool `[n, vocab_size]`, true on the support; whole rows where unrestricted."""
         check_ids_below(self, vocab_size)
-        dense = np.zeros((len(self), vocab_size), dtype=np.bool_)
+        dense = np.zeros((len(self), int(vocab_size)), dtype=np.bool_)
         dense[np.repeat(np.arange(len(self)), self.lengths), self._ids] = True
         dense[self.unrestricted] = True
         return dense
@@ -322,19 +332,16 @@ class RolloutSamplingMask:
             rows: a `range`, or int `[m]` indices in `[0, n)`; negative indices are refused.
                 Consecutive indices are found as runs, and each run is one slice.
         """
-        if isinstance(rows, range) and rows.step == 1:
-            first, last = (rows.start, rows.stop) if len(rows) else (0, 0)
-            self._check_rows(first, last)
-            return self._slice(first, last)
+        if isinstance(rows, range):  # looked at by its ends: it may be far too long for an array
+            ends = sorted((rows[0], rows[-1])) if rows else [0, -1]
+            self._check_rows(ends[0], ends[1] + 1)
+            if rows.step == 1:
+                return self._slice(ends[0], ends[1] + 1)
         index = integer_array(rows, "rows")
-        if index.size == 0:
-            return self._slice(0, 0)
-        self._check_rows(int(index.min()), int(index.max()) + 1)
-        breaks = np.flatnonzero(np.diff(index) != 1) + 1
-        firsts = index[np.concatenate([[0], breaks])].tolist()
-        lasts = (index[np.concatenate([breaks - 1, [index.size - 1]])] + 1).tolist()
+        if index.size:
+            self._check_rows(int(index.min()), int(index.max()) + 1)
         return RolloutSamplingMask.concat(
-            self._slice(a, b) for a, b in zip(firsts, lasts, strict=True)
+            self._slice(first, last) for first, last in consecutive_runs(index).tolist()
         )
 
     def truncate(self, n: int) -> RolloutSamplingMask:
@@ -351,7 +358,7 @@ class RolloutSamplingMask:
             raise ReplayError(
                 "row out of range",
                 expected=f"rows in [0, {len(self)})",
-                got=f"{first if first < 0 else last - 1}",
+                got=shown(first if first < 0 else last - 1).removeprefix("int "),
                 consequence="tokens would be scored on no support or on another token's",
             )
 
@@ -365,7 +372,7 @@ class RolloutSamplingMask:
         """int64 `[n]`: the position in `ids` of `tokens[t]` within row t, or -1."""
         wanted = self._one_a_row(tokens)
         # no id is -1; as int32, like the ids, the comparison moves half the bytes
-        narrow = np.where((wanted < 0) | (wanted > _INT32_MAX), -1, wanted).astype(np.int32)
+        narrow = np.where((wanted < 0) | (wanted > INT32_MAX), -1, wanted).astype(np.int32)
         hits = np.flatnonzero(self._ids == np.repeat(narrow, self.lengths))
         positions = np.full(len(self), -1, dtype=np.int64)
         positions[np.searchsorted(self._offsets, hits, side="right") - 1] = hits
@@ -401,10 +408,10 @@ class RolloutSamplingMask:
         if not rows.any():
             return self
         self._check_token_range(tokens, rows)
-        below = np.concatenate([[0], np.cumsum(self._ids < np.repeat(tokens, self.lengths))])
+        below = offsets_of(self._ids < np.repeat(tokens, self.lengths))
         at = self._offsets[:-1] + below[self._offsets[1:]] - below[self._offsets[:-1]]
         ids = np.insert(self._ids, at[rows], tokens[rows].astype(np.int32))
-        return RolloutSamplingMask._trusted(ids, _offsets_of(self.lengths + rows))
+        return RolloutSamplingMask._trusted(ids, offsets_of(self.lengths + rows))
 
     def _one_a_row(self, tokens: IntArrayLike) -> IntArray:
         wanted = integer_array(tokens, "tokens")
@@ -419,7 +426,7 @@ class RolloutSamplingMask:
 
     @staticmethod
     def _check_token_range(tokens: IntArray, rows: BoolArray) -> None:
-        bad = rows & ((tokens < 0) | (tokens > _INT32_MAX))
+        bad = rows & ((tokens < 0) | (tokens > INT32_MAX))
         if bad.any():
             row = int(np.argmax(bad))
             raise ReplayError(
@@ -457,34 +464,57 @@ def integer_array(values: Any, name: str) -> IntArray:
 
     `name` is what error messages call the argument. Bools are not integers here.
     """
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
     if isinstance(values, array.array):
         values = np.asarray(values)
-    if isinstance(values, np.ndarray):
-        if values.ndim != 1 or values.dtype.kind not in "iu":
-            raise _not_integers(name, f"{values.dtype} of shape {values.shape}")
-        if values.dtype == np.uint64 and values.size and int(values.max()) >= 1 << 63:
-            raise _not_integers(name, f"{int(values.max())}", row=int(values.argmax()))
-        return values.astype(np.int64, copy=False)
-    if not isinstance(values, list | tuple | range):
+    if isinstance(values, np.ndarray | torch.Tensor):
+        own = host_array(values, "iu", 1, lambda got: _not_integers(name, got))
+        if own.dtype == np.uint64 and own.size and int(own.max()) >= 1 << 63:
+            raise _not_integers(name, f"{int(own.max())}", row=int(own.argmax()))
+        return own.astype(np.int64, copy=False)
+    if isinstance(values, range):
+        return _integers_of_range(values, name)
+    if not isinstance(values, list | tuple):
         raise _not_integers(name, type(values).__name__)
     return _integers_of(values, name)
 
 
+def _integers_of_range(values: range, name: str) -> IntArray:
+    if values and max(abs(values[0]), abs(values[-1])) >= _MOST:
+        raise _not_integers(name, shown(values))
+    return np.arange(values.start, values.stop, values.step, dtype=np.int64)
+
+
 def _integers_of(values: Sequence[Any], name: str) -> IntArray:
-    if isinstance(values, range):
-        return np.arange(values.start, values.stop, values.step, dtype=np.int64)
-    try:
-        flat = np.frombuffer(array.array("q", values), dtype=np.int64)
-    except (TypeError, OverflowError, ValueError):
-        flat = None
-    if flat is None or not set(map(type, values)).isdisjoint({bool, np.bool_}):
-        for index, value in enumerate(values):
-            if not _is_integer(value) or not -(1 << 63) <= int(value) < 1 << 63:
-                raise _not_integers(name, shown(value), row=index)
-        raise _not_integers(name, "values that do not convert")
-    return flat
+    if _all_integers(values):
+        try:
+            return np.frombuffer(array.array("q", values), dtype=np.int64)
+        except OverflowError:
+            pass
+    for index, value in enumerate(values):
+        if not is_integer(value) or not -(1 << 63) <= int(value) < 1 << 63:
+            raise _not_integers(name, shown(value), row=index)
+    raise _not_integers(name, "values that do not convert")
+
+
+def _all_integers(values: Sequence[Any]) -> bool:
+    """Is every value a Python or numpy integer? `array` alone would take 0-d tensors and bools."""
+    if operator.countOf(map(type, values), int) == len(values):  # one pass in C
+        return True
+    return all(map(_is_integer_type, _types(values)))
+
+
+def _types(values: Iterable[Any]) -> set[type]:
+    return set(map(type, values))
+
+
+def _is_integer_type(kind: type) -> bool:
+    # numpy counts its time spans among its integers
+    return issubclass(kind, int | np.integer) and not issubclass(kind, bool | np.timedelta64)
+
+
+def is_integer(value: Any) -> bool:
+    """Is it a Python or numpy integer? Bools and tensors are none."""
+    return _is_integer_type(type(value))
 
 
 def float_array(values: Any, name: str) -> FloatArray:
@@ -499,13 +529,8 @@ def float_array(values: Any, name: str) -> FloatArray:
 
 
 def _numbers_of(values: Any, name: str) -> npt.NDArray[Any]:
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
-        values = (values.double() if values.is_floating_point() else values).numpy()
-    if isinstance(values, np.ndarray):
-        if values.ndim != 1 or values.dtype.kind != "f":
-            raise _not_numbers(name, f"{values.dtype} of shape {values.shape}")
-        return values
+    if isinstance(values, np.ndarray | torch.Tensor):
+        return host_array(values, "f", 1, lambda got: _not_numbers(name, got))
     if not isinstance(values, list | tuple):
         raise _not_numbers(name, type(values).__name__)
     # One pass in C over the types: bool, None and str must not pass for numbers.
@@ -519,12 +544,74 @@ def _numbers_of(values: Any, name: str) -> npt.NDArray[Any]:
         raise _not_numbers(name, "an integer beyond any float", row=at) from None
 
 
+def host_array(
+    values: Any, kinds: str, ndim: int, refuse: Callable[[str], ReplayError]
+) -> npt.NDArray[Any]:
+    """A numpy array or a tensor on any device as a numpy array, without a copy where it can be.
+
+    The only way of tensors into numpy. What numpy cannot hold is found before it is converted:
+    sparse, nested, quantised and meta tensors, and dtypes outside of bool, integers and floats.
+
+    Args:
+        values: array or tensor; bf16 becomes float32.
+        kinds: the kinds (`dtype.kind`) to let through, of "b", "i", "u" and "f".
+        ndim: the number of dimensions it must have.
+        refuse: makes the error from a text that says what came.
+    """
+    if isinstance(values, torch.Tensor):
+        values = _numpy_of(values, kinds, refuse)
+    if not isinstance(values, np.ndarray) or isinstance(values, np.ma.MaskedArray):
+        raise refuse(type(values).__name__)
+    if values.dtype.kind not in kinds or values.ndim != ndim:
+        raise refuse(f"{values.dtype} of shape {values.shape}")
+    return values
+
+
+def _numpy_of(
+    tensor: torch.Tensor, kinds: str, refuse: Callable[[str], ReplayError]
+) -> npt.NDArray[Any]:
+    what = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device.type}"
+    hollow = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    if tensor.layout is not torch.strided or hollow:
+        raise refuse(what + (" (nested)" if tensor.is_nested else ""))
+    kind = _TENSOR_KINDS.get(tensor.dtype)
+    if kind is None or kind not in kinds:
+        raise refuse(f"{what} of shape {tuple(tensor.shape)}")
+    try:
+        host = tensor.detach().cpu().resolve_neg()
+        return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+    except (RuntimeError, TypeError):  # a subclass of Tensor that keeps its numbers elsewhere
+        raise refuse(f"{type(tensor).__name__}, a {what}") from None
+
+
+def frozen(values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+    """A view of a contiguous 1-D array that numpy refuses to make writeable again."""
+    return np.frombuffer(values.data.toreadonly(), dtype=values.dtype)
+
+
+def is_iterable(values: Any) -> bool:
+    """Can `values` be an iterable of objects? Text, dicts, arrays and tensors are none."""
+    opaque = isinstance(values, str | bytes | dict | np.ndarray | torch.Tensor)
+    return isinstance(values, Iterable) and not opaque
+
+
+def check_flag(value: Any, name: str) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ReplayError(
+            f"{name} is no flag",
+            expected="True or False",
+            got=shown(value),
+            consequence="the input would be read in a way nobody asked for",
+        )
+
+
 def check_count(value: Any, name: str) -> int:
     """`value` as a non-negative int; anything else is refused."""
-    if not _is_integer(value) or int(value) < 0:
+    if not is_integer(value) or not 0 <= int(value) < _MOST:
         raise ReplayError(
             f"{name} is not a count",
-            expected="a non-negative integer",
+            expected="a non-negative integer below 2**48",
             got=shown(value),
             consequence="rows and columns would be laid out wrongly",
         )
@@ -533,13 +620,9 @@ def check_count(value: Any, name: str) -> int:
 
 def check_ids_below(mask: RolloutSamplingMask, vocab_size: int) -> None:
     """Raise `ReplayError`, with the row, where a support id is not below `vocab_size`."""
-    if mask.max_id >= vocab_size:
+    if mask.max_id >= check_count(vocab_size, "vocab_size"):
         at = int(np.argmax(mask.ids >= vocab_size))
         raise _id_out_of_range(mask.ids, mask.offsets, at, vocab_size)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def shown(value: Any) -> str:
@@ -570,14 +653,64 @@ def _not_numbers(name: str, got: str, row: int | None = None) -> ReplayError:
     )
 
 
-def _offsets_of(lengths: npt.NDArray[Any]) -> IntArray:
-    offsets = np.zeros(lengths.size + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+def _not_a_mask(expected: str, got: Any, sample: int | None) -> ReplayError:
+    return ReplayError(
+        "not a sampling mask",
+        expected=expected,
+        got=type(got).__name__,
+        consequence=_WRONG_ACTIONS,
+        sample=sample,
+    )
+
+
+def _not_dense(got: str, row: int | None = None) -> ReplayError:
+    return ReplayError(
+        "not a dense sampling mask",
+        expected="a two-dimensional bool array [rows, vocab]",
+        got=got,
+        consequence=_WRONG_ACTIONS,
+        row=row,
+    )
+
+
+def _bool_matrix(rows: Sequence[Any]) -> BoolArray:
+    """Nested lists of bools, all of one length, as an array."""
+    width = len(rows[0]) if rows and isinstance(rows[0], list | tuple) else 0
+    listed = _types(rows) <= {list, tuple} and set(map(len, rows)) <= {width}
+    if listed and _types(itertools.chain.from_iterable(rows)) <= _BOOLS:
+        return np.array(rows, dtype=np.bool_).reshape(len(rows), width)
+    for row, values in enumerate(rows):
+        if not isinstance(values, list | tuple):
+            raise _not_dense(shown(values), row)
+        if len(values) != width or not _types(values) <= _BOOLS:
+            raise _not_dense(f"{len(values)} values after {width}, {shown(values)}", row)
+    raise _not_dense(shown(rows))
+
+
+def offsets_of(lengths: npt.ArrayLike) -> IntArray:
+    """int64 `[m + 1]`, from 0: where each of `m` pieces of these lengths starts, and the end."""
+    sizes = np.asarray(lengths)
+    offsets = np.zeros(sizes.size + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:], dtype=np.int64)
     return offsets
 
 
-def _row_at(offsets: IntArray, position: int) -> int:
+def row_at(offsets: IntArray, position: int) -> int:
+    """The row of a CSR that holds the id at `position`."""
     return int(np.searchsorted(offsets, position, side="right")) - 1
+
+
+def consecutive_runs(index: IntArrayLike) -> IntArray:
+    """int64 `[k, 2]`: `[first, last)` of each run of consecutive integers in `index`, in order.
+
+    Equivalent to splitting `index` wherever a value is not the one before it plus 1.
+    """
+    values = integer_array(index, "index")
+    starts = np.ones(values.size, dtype=np.bool_)
+    np.not_equal(values[1:], values[:-1] + 1, out=starts[1:])
+    at = np.flatnonzero(starts)
+    ends = np.append(at[1:], values.size)[: at.size] - 1
+    return np.stack([values[at], values[ends] + 1], axis=1)
 
 
 def _check_offsets(offsets: IntArray, num_ids: int) -> None:
@@ -630,7 +763,7 @@ def _id_out_of_range(
         expected=f"an id in [0, {limit})",
         got=shown(int(ids[at])).removeprefix("int "),
         consequence=_WRONG_ACTIONS,
-        row=_row_at(offsets, at),
+        row=row_at(offsets, at),
     )
 
 
@@ -645,9 +778,10 @@ def _canonical(
 
     `values` are permuted together with the ids, in place.
     """
+    check_flag(allow_unrestricted, "allow_unrestricted")
     if not allow_unrestricted:
         _check_no_empty_row(offsets)
-    limit = _INT32_MAX + 1
+    limit = INT32_MAX + 1
     if vocab_size is not None:
         limit = min(limit, check_count(vocab_size, "vocab_size"))
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= limit):
@@ -668,7 +802,7 @@ def _rows_not_ascending(ids: IdArray, offsets: IntArray) -> IntArray:
     falls[offsets] = False  # the first id of a row has no predecessor
     if not falls.any():
         return np.zeros(0, dtype=np.int64)
-    falls_before = np.concatenate([[0], np.cumsum(falls)])[offsets]
+    falls_before = offsets_of(falls)[offsets]
     return np.flatnonzero(np.diff(falls_before))
 
 
@@ -703,7 +837,7 @@ def _check_no_repeat(ids: IdArray, offsets: IntArray) -> None:
             expected="each id once",
             got=f"{int(ids[at])} more than once",
             consequence="its probability would be counted twice",
-            row=_row_at(offsets, at),
+            row=row_at(offsets, at),
         )
 
 
@@ -731,6 +865,7 @@ def _flatten_rows(
     rows: Sequence[Sequence[int] | None], allow_unrestricted: bool
 ) -> tuple[npt.NDArray[Any], IntArray]:
     """Nested rows to (int32 ids, offsets), at the speed of `itertools.chain`."""
+    check_flag(allow_unrestricted, "allow_unrestricted")
     kinds = _row_types(rows, "the sampling mask", allow_none=allow_unrestricted)
     kept: Sequence[Any] = rows
     if type(None) in kinds:
@@ -741,24 +876,26 @@ def _flatten_rows(
     empty = lengths == 0
     if empty.any():
         told = np.fromiter((row is None for row in rows), dtype=np.bool_, count=len(rows))
-        _check_no_empty_row(_offsets_of(lengths + told))
-    offsets = _offsets_of(lengths)
+        _check_no_empty_row(offsets_of(lengths + told))
+    offsets = offsets_of(lengths)
     if kinds & _ARRAY_TYPES:
         return np.concatenate(kept), offsets
+    # A list tells `array` its length: faster than from the iterator.
+    flat = list(itertools.chain.from_iterable(kept))
+    if not _all_integers(flat):
+        raise _culprit(kept)
     try:
-        flat = np.frombuffer(
-            # by way of a list, which tells `array` its length: faster than from the iterator
-            array.array("i", list(itertools.chain.from_iterable(kept))),
-            dtype=np.int32,
-        )
-    except (TypeError, OverflowError, ValueError):
+        return np.frombuffer(array.array("i", flat), dtype=np.int32), offsets
+    except OverflowError:
         raise _culprit(kept) from None
-    _check_no_bools(kept, flat, offsets)
-    return flat, offsets
 
 
 def _array_row(row: Any, index: int) -> IntArray:
     try:
+        if isinstance(row, range):  # before it grows into an array
+            wrong = [end for end in (*row[:1], *row[-1:]) if not 0 <= end <= INT32_MAX]
+            if wrong:
+                raise _culprit([wrong])
         return integer_array(row, "support ids")
     except ReplayError as error:
         raise error.located(row=index) from None
@@ -787,27 +924,14 @@ def _row_types(rows: Any, name: str, *, allow_none: bool) -> set[type]:
     return kinds
 
 
-def _check_no_bools(rows: Sequence[Any], flat: IdArray, offsets: IntArray) -> None:
-    """Bools pass for the integers 0 and 1, so only rows that hold one of these are looked at."""
-    suspects = np.unique(np.searchsorted(offsets, np.flatnonzero(flat <= 1), side="right") - 1)
-    kinds = set(
-        map(
-            type,
-            itertools.chain.from_iterable(map(rows.__getitem__, suspects.tolist())),
-        )
-    )
-    if not kinds.isdisjoint({bool, np.bool_}):
-        raise _culprit(rows)
-
-
 def _culprit(rows: Sequence[Any]) -> ReplayError:
     """The error for the first value that is no int32; called only once something is wrong."""
     for row, values in enumerate(rows):
         for value in values:
-            if not _is_integer(value):
+            if not is_integer(value):
                 error = _not_integers("support ids", shown(value))
                 return error.located(row=row)
-            if not 0 <= int(value) <= _INT32_MAX:
+            if not 0 <= int(value) <= INT32_MAX:
                 return _id_out_of_range(
                     np.array([value], dtype=object), np.array([0, 1]), 0, None
                 ).located(row=row)
@@ -821,14 +945,14 @@ def _flatten_values(
     kept = [() if row is None else row for row in values] if type(None) in kinds else values
     if kinds & _ARRAY_TYPES:
         rows = [_float_row(row, t) for t, row in enumerate(kept)]
-        return np.concatenate(rows), _offsets_of(np.array([row.size for row in rows]))
+        return np.concatenate(rows), offsets_of(np.array([row.size for row in rows]))
     lengths = np.fromiter(map(len, kept), dtype=np.int64, count=len(kept))  # type: ignore[arg-type]
-    offsets = _offsets_of(lengths)
+    offsets = offsets_of(lengths)
     try:
         flat = list(itertools.chain.from_iterable(kept))  # type: ignore[arg-type]
         return float_array(flat, "the values"), offsets
     except ReplayError as error:
-        row = None if error.row is None else _row_at(offsets, error.row)
+        row = None if error.row is None else row_at(offsets, error.row)
         raise error.located(row=row) from None
 
 

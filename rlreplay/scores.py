@@ -19,7 +19,7 @@ import importlib
 import importlib.util
 import numbers
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -124,23 +124,36 @@ def score_logits(
         BackendError: the backend cannot do what was asked.
         ReplayError: logits that do not fit the plan, unknown scores, a temperature not above 0.
     """
+    wanted, trained = _resolve(scores, differentiable)
+    if torch.compiler.is_compiling():
+        values = _score_in_graph(
+            logits, plan, wanted, trained, temperature, backend, inplace_backward
+        )
+    else:
+        request = _checked_request(
+            logits, plan, wanted, trained, temperature, backend, inplace_backward
+        )
+        values = _ScoreLogits.apply(logits, plan, request)  # type: ignore[no-untyped-call]
+    return Scores(**dict(zip(wanted, values, strict=True)))
+
+
+def _checked_request(
+    logits: Tensor,
+    plan: ReplayPlan,
+    wanted: tuple[str, ...],
+    trained: frozenset[str],
+    temperature: Temperature,
+    backend: str,
+    inplace_backward: bool,
+) -> _Request:
+    """What `score_logits` was asked for, after every check that can raise."""
     plan.check_logits(logits)
     _check_supports_of(plan, assembled=False)
-    wanted, trained = _resolve(scores, differentiable)
     kernels = _kernels(backend, logits)
     if inplace_backward:
         _check_inplace(logits, kernels)
-    request = _Request(
-        wanted,
-        trained,
-        _row_temperature(temperature, plan, logits.dtype),
-        kernels,
-        inplace_backward,
-    )
-    values: tuple[Tensor, ...] = _ScoreLogits.apply(  # type: ignore[no-untyped-call]
-        logits, plan, request
-    )
-    return Scores(**dict(zip(wanted, values, strict=True)))
+    row_temperature = _row_temperature(temperature, plan, logits.dtype)
+    return _Request(wanted, trained, row_temperature, kernels, inplace_backward)
 
 
 def score_assembled(
@@ -319,27 +332,205 @@ class _ScoreLogits(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         logits, *saved = ctx.saved_tensors
-        plan, request = ctx.plan, ctx.request
-        given = {
-            name: grad
-            for name, grad in zip(request.wanted, grads, strict=True)
-            if grad is not None and name in request.trained
-        }
-        coefficients = gradient_coefficients(
-            Normaliser(*saved[:4]),
-            Normaliser(*saved[4:]) if len(saved) > 4 else None,
-            given,
-            plan.unrestricted if plan.has_unrestricted else None,
-            request.temperature,
-        )
-        dense_rows = plan.host_unrestricted | (not FULL_SCORES.isdisjoint(given))
-        out = logits.detach() if request.inplace_backward else None
-        gradient = request.kernels.logits_gradient(
-            logits, plan, request.temperature, coefficients, dense_rows, out
-        )
-        if request.inplace_backward:  # whoever else has saved the logits shall notice
+        support = Normaliser(*saved[:4])
+        full = Normaliser(*saved[4:]) if len(saved) > 4 else None
+        gradient = _gradient(logits, ctx.plan, ctx.request, support, full, grads)
+        if ctx.request.inplace_backward:  # whoever else has saved the logits shall notice
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None
+
+
+def _gradient(
+    logits: Tensor,
+    plan: ReplayPlan,
+    request: _Request,
+    support: Normaliser,
+    full: Normaliser | None,
+    grads: Sequence[Tensor | None],
+) -> Tensor:
+    """The logits' gradient from those of the wanted scores; None is no gradient."""
+    given = {
+        name: grad
+        for name, grad in zip(request.wanted, grads, strict=True)
+        if grad is not None and name in request.trained
+    }
+    coefficients = gradient_coefficients(
+        support,
+        full,
+        given,
+        plan.unrestricted if plan.has_unrestricted else None,
+        request.temperature,
+    )
+    return request.kernels.logits_gradient(
+        logits,
+        plan,
+        request.temperature,
+        coefficients,
+        plan.host_unrestricted | (not FULL_SCORES.isdisjoint(given)),
+        logits.detach() if request.inplace_backward else None,
+    )
+
+
+# In a compiled graph: the same two steps as operators, which torch.compile takes as they are.
+# An operator has no argument for a plan, so it is named by its handle.
+
+
+def _score_in_graph(
+    logits: Tensor,
+    plan: ReplayPlan,
+    wanted: tuple[str, ...],
+    trained: frozenset[str],
+    temperature: Temperature,
+    backend: str,
+    inplace_backward: bool,
+) -> list[Tensor]:
+    if inplace_backward:
+        raise BackendError(
+            "in-place backward in a compiled graph",
+            expected="inplace_backward=False under torch.compile",
+            got="True",
+            consequence="the compiler would not know that the logits change",
+        )
+    rows = isinstance(temperature, Tensor)
+    results = torch.ops.rlreplay.score_rows(
+        logits,
+        plan.rows,
+        temperature if rows else None,
+        1.0 if rows else temperature,
+        ",".join(wanted),
+        ",".join(name for name in wanted if name in trained),
+        backend,
+        plan.has_unrestricted,
+        plan.handle,
+    )
+    return [
+        value if name in trained else value.detach()
+        for name, value in zip(wanted, results[: len(wanted)], strict=True)
+    ]
+
+
+def _names(joined: str) -> tuple[str, ...]:
+    """Names that travel as one string, which an operator takes."""
+    return tuple(joined.split(",")) if joined else ()
+
+
+def _saved_fields(wanted: Sequence[str], free: bool) -> list[bool]:
+    """For the support's and the vocabulary's normaliser, where there is one: has it a mean?"""
+    on_support = "support_entropy" in wanted
+    if FULL_SCORES.isdisjoint(wanted) and not free:
+        return [on_support]
+    on_vocab = "entropy" in wanted or (on_support and free)
+    # the rows of the vocabulary's statistics that stand in for the support's have both or none
+    return [on_support, on_vocab]
+
+
+@torch.library.custom_op("rlreplay::score_rows", mutates_args=())
+def _score_rows(
+    logits: Tensor,
+    rows: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    wanted: str,
+    trained: str,
+    backend: str,
+    free: bool,
+    handle: int,
+) -> list[Tensor]:
+    """The wanted scores, and after them what the backward needs."""
+    plan = ReplayPlan.of_handle(handle)
+    used = temperature if temperatures is None else temperatures
+    names, kept = _names(wanted), frozenset(_names(trained))
+    request = _checked_request(logits, plan, names, kept, used, backend, False)
+    support, full, target = _normalisers(logits, plan, request)
+    outputs = [score_of(name, support, full, target) for name in names]
+    saved = [t for t in (*support, *(full or ())) if t is not None]
+    return [t.clone() for t in (*outputs, *saved)]  # an operator's results share no memory
+
+
+@_score_rows.register_fake
+def _(
+    logits: Tensor,
+    rows: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    wanted: str,
+    trained: str,
+    backend: str,
+    free: bool,
+    handle: int,
+) -> list[Tensor]:
+    names = _names(wanted)
+    count = len(names) + sum(3 + mean for mean in _saved_fields(names, free))
+    like = logits.new_empty(rows.shape[0], dtype=accumulator(logits.dtype))
+    return [torch.empty_like(like) for _ in range(count)]
+
+
+@torch.library.custom_op("rlreplay::score_rows_gradient", mutates_args=())
+def _score_rows_gradient(
+    logits: Tensor,
+    saved: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    given: str,
+    temperatures: Tensor | None,
+    temperature: float,
+    wanted: str,
+    backend: str,
+    free: bool,
+    handle: int,
+) -> Tensor:
+    plan = ReplayPlan.of_handle(handle)
+    used = temperature if temperatures is None else temperatures
+    names = _names(given)
+    request = _checked_request(logits, plan, names, frozenset(names), used, backend, False)
+    rest, normalisers = iter(saved), []
+    for has_mean in _saved_fields(_names(wanted), free):
+        maximum, total, log_total = next(rest), next(rest), next(rest)
+        mean = next(rest) if has_mean else None
+        normalisers.append(Normaliser(maximum, total, log_total, mean))
+    full = normalisers[1] if len(normalisers) > 1 else None
+    return _gradient(logits, plan, request, normalisers[0], full, grads)
+
+
+@_score_rows_gradient.register_fake
+def _(logits: Tensor, *arguments: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _save_for_gradient(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    logits, _, temperatures, temperature, wanted, trained, backend, free, handle = inputs
+    ctx.settings = (temperature, wanted, trained, backend, free, handle)
+    ctx.has_rows = temperatures is not None
+    extra = [] if temperatures is None else [temperatures]
+    ctx.save_for_backward(logits, *output[len(_names(wanted)) :], *extra)
+
+
+def _gradient_in_graph(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    temperature, wanted, trained, backend, free, handle = ctx.settings
+    logits, *saved = ctx.saved_tensors
+    temperatures = saved.pop() if ctx.has_rows else None
+    given = [
+        (name, grad)
+        for name, grad in zip(_names(wanted), grads, strict=False)  # the rest is what was saved
+        if grad is not None and name in _names(trained)
+    ]
+    gradient = None
+    if given:
+        gradient = torch.ops.rlreplay.score_rows_gradient(
+            logits,
+            saved,
+            [grad for _, grad in given],
+            ",".join(name for name, _ in given),
+            temperatures,
+            temperature,
+            wanted,
+            backend,
+            free,
+            handle,
+        )
+    return (gradient, *[None] * 8)
+
+
+_score_rows.register_autograd(_gradient_in_graph, setup_context=_save_for_gradient)
 
 
 def _normalisers(

@@ -11,14 +11,22 @@ import numpy as np
 import torch
 
 from rlreplay.errors import MissingMaskError, ReplayError
-from rlreplay.rollout import FloatArray, Rollout, prompt_array, token_array
-from rlreplay.sampling_mask import RolloutSamplingMask, check_count, shown
+from rlreplay.rollout import Rollout, prompt_array, token_array
+from rlreplay.sampling_mask import (
+    FloatArray,
+    IntArrayLike,
+    RolloutSamplingMask,
+    check_count,
+    is_iterable,
+    shown,
+)
 
 OnMissingMask = Literal["raise", "unrestricted"]
+_Rows = list[Any] | RolloutSamplingMask | None
+PromptIds = IntArrayLike | Sequence[IntArrayLike]
 
 WRONG_LAYOUT = "the payload would be read as something that it is not"
 SHIFTED = "later tokens would be scored on another token's support"
-_MOST_TOKENS = 1 << 40  # no response has more, and arithmetic on it does not overflow
 _SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
 
 
@@ -29,7 +37,8 @@ class LoadOptions:
     Args:
         vocab_size: where given, every prompt, response and support id must be below it.
         on_missing_mask: "raise" refuses a response that came without a sampling mask;
-            "unrestricted" takes all its rows as drawn from the full vocabulary.
+            "unrestricted" takes all its rows as drawn from the full vocabulary. Either way a null
+            row inside a mask is refused: that mask says that something was cut off, not what.
     """
 
     vocab_size: int | None
@@ -122,12 +131,17 @@ def sequence(value: Any, name: str) -> list[Any] | tuple[Any, ...]:
     return value
 
 
+def items(values: Any, name: str, what: str) -> list[Any]:
+    """The items of any iterable of objects: not of text, a dict, an array or a tensor."""
+    if not is_iterable(values):
+        wrong_type(name, f"an iterable of {what}", values)
+    return list(values)
+
+
 def optional_count(fields: dict[str, Any], name: str) -> int | None:
     """The field as a non-negative int, None where it is absent or null."""
     value = fields.get(name)
-    if value is None or check_count(value, name) < _MOST_TOKENS:
-        return value
-    wrong_type(name, f"a count below {_MOST_TOKENS}", value)
+    return None if value is None else check_count(value, name)
 
 
 def check_agrees(name: str, declared: int | None, actual: int, what: str) -> None:
@@ -152,6 +166,43 @@ def check_prompt_length(name: str, declared: int | None, prompt_ids: Any) -> Non
             got=f"{declared}",
             consequence="the response would be scored after another prompt",
         )
+
+
+def stream_error(problem: str, expected: str, got: str, row: int | None = None) -> ReplayError:
+    """The error for chunks that are no stream of one response."""
+    return ReplayError(problem, expected=expected, got=got, consequence=SHIFTED, row=row)
+
+
+def check_style(cumulative: Any) -> None:
+    """Refuse a `cumulative` that is not True, False or None."""
+    if cumulative is not None and not isinstance(cumulative, bool):
+        wrong_type("cumulative", "True, False or None", cumulative)
+
+
+def check_same_request(index: int, first: Any, second: Any) -> None:
+    """Refuse chunk `index` if it carries another request's id than the chunk before it."""
+    if first is not None and second is not None and not same_value(first, second):
+        raise stream_error(f"chunk {index} belongs to another request", shown(first), shown(second))
+
+
+def check_prefix(name: str, old: _Rows, new: _Rows) -> None:
+    """What a cumulative chunk repeats must be what the chunk before it said."""
+    if old is None:
+        return
+    if new is None or len(new) < len(old):
+        got = 0 if new is None else len(new)
+        raise stream_error(f"{name} shrinks", f"at least {len(old)}", f"{got}", row=got)
+    kept = new[: len(old)]
+    if same_value(kept, old):
+        return
+    if isinstance(old, RolloutSamplingMask) and isinstance(kept, RolloutSamplingMask):
+        old, kept = old.to_mask_list(), kept.to_mask_list()  # arrays do not compare to one bool
+    pairs = enumerate(zip(old, kept, strict=True))
+    row, (said, says) = next(
+        ((r, pair) for r, pair in pairs if not same_value(*pair)), (0, (old, new))
+    )
+    problem = f"{name} changes what an earlier chunk said"
+    raise stream_error(problem, shown(said), shown(says), row=row)
 
 
 def reason_of(meta: dict[str, Any]) -> str | None:

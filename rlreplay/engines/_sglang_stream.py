@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlreplay.engines._common import (
-    SHIFTED,
     check_agrees,
+    check_prefix,
+    check_same_request,
+    check_style,
+    items,
     mapping,
     optional_count,
     reason_of,
     same_value,
     sequence,
-    wrong_type,
+    stream_error,
 )
-from rlreplay.errors import ReplayError
-from rlreplay.sampling_mask import shown
 
 MASK = "output_token_sampling_mask"
 LOG_PROBS = "output_token_sampling_logprobs"
@@ -35,8 +36,7 @@ def merge_chunks(chunks: Iterable[Any], cumulative: bool | None) -> dict[str, An
 
     `cumulative` is the style where the caller knows it, None where the chunks have to tell.
     """
-    if cumulative is not None and not isinstance(cumulative, bool):
-        wrong_type("cumulative", "True, False or None", cumulative)
+    check_style(cumulative)
     parts = _read_chunks(chunks)
     return (_merge_cumulative if _is_cumulative(parts, cumulative) else _merge_incremental)(parts)
 
@@ -57,20 +57,15 @@ class _Chunk:
 
 
 def _read_chunks(chunks: Iterable[Any]) -> list[_Chunk]:
-    if isinstance(chunks, dict | str | bytes) or not isinstance(chunks, Iterable):
-        wrong_type("the stream", "an iterable of chunks", chunks)
-    parts = [_read_chunk(chunk, index) for index, chunk in enumerate(chunks)]
+    listed = items(chunks, "the stream", "chunks")
+    parts = [_read_chunk(chunk, index) for index, chunk in enumerate(listed)]
     if not parts:
         raise stream_error("the stream is empty", "at least one chunk", "none")
     for index, (before, after) in enumerate(itertools.pairwise(parts), start=1):
         if before.meta.get("finish_reason") is not None:
             problem = f"chunk {index} comes after the response has finished"
             raise stream_error(problem, "no further chunk", "one")
-        first, second = before.meta.get("id"), after.meta.get("id")
-        if first is not None and second is not None and not same_value(first, second):
-            raise stream_error(
-                f"chunk {index} belongs to another request", shown(first), shown(second)
-            )
+        check_same_request(index, before.meta.get("id"), after.meta.get("id"))
     return parts
 
 
@@ -131,7 +126,7 @@ def _merge_cumulative(parts: list[_Chunk]) -> dict[str, Any]:
             (MASK, before.rows, after.rows),
             (LOG_PROBS, before.log_probs, after.log_probs),
         ):
-            _check_prefix(f"{name} of chunk {index}", old, new)
+            check_prefix(f"{name} of chunk {index}", old, new)
     return _merged(parts, parts[-1], [part.size for part in parts])
 
 
@@ -179,24 +174,3 @@ def _spans_of_chunks(versions: list[Any], ends: list[int]) -> list[dict[str, Any
             spans.append({"version": version, "start": start, "end": end})
         start = end
     return spans
-
-
-def _check_prefix(name: str, old: list[Any] | None, new: list[Any] | None) -> None:
-    """What a cumulative chunk repeats must be what the chunk before it said."""
-    if old is None:
-        return
-    if new is None or len(new) < len(old):
-        got = 0 if new is None else len(new)
-        raise stream_error(f"{name} shrinks", f"at least {len(old)}", f"{got}", row=got)
-    if same_value(new[: len(old)], old):
-        return
-    pairs = enumerate(zip(old, new, strict=False))
-    row, (said, says) = next(
-        ((r, pair) for r, pair in pairs if not same_value(*pair)), (0, (old, new))
-    )
-    problem = f"{name} changes what an earlier chunk said"
-    raise stream_error(problem, shown(said), shown(says), row=row)
-
-
-def stream_error(problem: str, expected: str, got: str, row: int | None = None) -> ReplayError:
-    return ReplayError(problem, expected=expected, got=got, consequence=SHIFTED, row=row)

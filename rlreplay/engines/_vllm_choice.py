@@ -1,32 +1,29 @@
-"""One vLLM choice, as a dict of its fields, to a `Rollout`; its deltas to such a dict."""
+"""One vLLM choice, as a dict of its fields, to a `Rollout`."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from rlreplay.engines._common import (
-    SHIFTED,
     LoadOptions,
     assemble,
     check_agrees,
     check_option,
-    mapping,
-    rows_from,
     sequence,
     weight_spans,
     wrong_type,
 )
-from rlreplay.errors import MissingMaskError, ReplayError
-from rlreplay.rollout import FloatArray, IntArray, Rollout, prompt_array, token_array
+from rlreplay.errors import ReplayError
+from rlreplay.rollout import Rollout, prompt_array, token_array
 from rlreplay.sampling_mask import (
+    FloatArray,
+    IntArray,
     RolloutSamplingMask,
-    check_count,
+    check_ids_below,
     float_array,
     integer_array,
     shown,
@@ -87,14 +84,25 @@ def _mask(value: Any, n: int, options: LoadOptions) -> RolloutSamplingMask | Non
     if value is None:
         options.missing_mask("choice", row=0)
         return None
+    mask = read_mask(value, n)
+    if options.vocab_size is not None:
+        check_ids_below(mask, options.vocab_size)
+    return mask
+
+
+def read_mask(value: Any, n: int) -> RolloutSamplingMask:
+    """The `sampling_mask` of `n` tokens in any of its forms, or read already."""
     rows, offsets = _mask_parts(value)
-    if offsets is not None:
-        mask = RolloutSamplingMask(rows, offsets, vocab_size=options.vocab_size)
-        check_agrees("the number of mask rows", len(mask), n, "token_ids")
-        return mask
-    rows = sequence(rows, "sampling_mask")
-    check_agrees("the number of mask rows", len(rows), n, "token_ids")
-    return RolloutSamplingMask.from_mask_list(rows, vocab_size=options.vocab_size)
+    if isinstance(value, RolloutSamplingMask):
+        mask = value
+    elif offsets is not None:
+        mask = RolloutSamplingMask(rows, offsets)
+    else:
+        rows = sequence(rows, "sampling_mask")
+        check_agrees("the number of mask rows", len(rows), n, "token_ids")
+        mask = RolloutSamplingMask.from_mask_list(rows)
+    check_agrees("the number of mask rows", len(mask), n, "token_ids")
+    return mask
 
 
 def _mask_parts(value: Any) -> tuple[Any, Any]:
@@ -105,7 +113,7 @@ def _mask_parts(value: Any) -> tuple[Any, Any]:
 
 
 def _log_probs(fields: dict[str, Any], response: IntArray, mode: LogprobsMode) -> FloatArray | None:
-    entries = _entries(fields.get("logprobs"))
+    entries = log_prob_entries(fields.get("logprobs"))
     if entries is None:
         return None
     if mode != "processed_logprobs":
@@ -119,7 +127,7 @@ def _log_probs(fields: dict[str, Any], response: IntArray, mode: LogprobsMode) -
     return values
 
 
-def _entries(logprobs: Any) -> list[Any] | None:
+def log_prob_entries(logprobs: Any) -> list[Any] | None:
     """What `logprobs` holds for each token: `{"logprob": …}` over HTTP, else `{id: Logprob}`."""
     if isinstance(logprobs, dict):
         logprobs = logprobs.get("content")
@@ -166,107 +174,3 @@ def _bad_log_prob(expected: str, got: Any, row: int) -> ReplayError:
         consequence="the importance ratio would be taken between two different policies",
         row=row,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Delta:
-    """What one chunk adds to a choice; None where it does not carry the field."""
-
-    tokens: list[int] | None
-    rows: list[Any] | None
-    log_probs: list[Any] | None
-    finish_reason: Any
-    weight_versions: Any
-
-
-def merge_deltas(chunks: Any, prompt_ids: Any, choice: int | None) -> dict[str, Any]:
-    """The deltas of one choice as the fields of the whole choice."""
-    parts: list[_Delta] = []
-    done = 0
-    for fields in _deltas(chunks, prompt_ids, choice):
-        if parts and parts[-1].finish_reason is not None:
-            raise _bad_stream("a delta comes after the choice has finished", "none", "one")
-        with rows_from(done):
-            parts.append(_read_delta(fields))
-        done += len(parts[-1].tokens or [])
-    if all(part.tokens is None for part in parts):
-        raise _bad_stream("the stream carries no token ids", "token_ids in its chunks", "none")
-    versions = [part.weight_versions for part in parts if part.weight_versions is not None]
-    return {
-        "token_ids": _joined([part.tokens for part in parts]),
-        "sampling_mask": _joined_rows(parts),
-        "logprobs": _joined([part.log_probs for part in parts]),
-        "finish_reason": parts[-1].finish_reason,
-        "weight_versions": versions[-1] if versions else None,
-    }
-
-
-def _deltas(chunks: Any, prompt_ids: Any, choice: int | None) -> list[dict[str, Any]]:
-    """The fields of the wanted choice from each chunk that has it."""
-    if isinstance(chunks, dict | str | bytes) or not isinstance(chunks, Iterable):
-        wrong_type("the stream", "an iterable of chunks", chunks)
-    found: list[dict[str, Any]] = []
-    for chunk in chunks:
-        declared, fields = _choices_of(chunk)
-        check_prompt(declared, prompt_ids)
-        found += fields
-    numbers = [check_count(fields.get("index") or 0, "index") for fields in found]
-    if choice is None and len(set(numbers)) > 1:
-        names = f"choices {sorted(set(numbers))[:8]}"
-        raise _bad_stream("the stream carries several choices", "one, or choice=", names)
-    wanted = numbers[0] if choice is None and numbers else choice
-    kept = [fields for fields, number in zip(found, numbers, strict=True) if number == wanted]
-    if not kept:
-        raise _bad_stream("the stream has no such choice", f"choice {wanted}", "none")
-    return kept
-
-
-def _choices_of(chunk: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """The prompt ids that a chunk declares, and the fields of its choices."""
-    if isinstance(chunk, dict):
-        choices = sequence(chunk.get("choices"), "choices")
-        return chunk.get("prompt_token_ids"), [mapping(each, "a choice") for each in choices]
-    outputs = getattr(chunk, "outputs", None)
-    completions = [chunk] if outputs is None else sequence(outputs, "outputs")
-    fields = [completion_fields(each) for each in completions]
-    return getattr(chunk, "prompt_token_ids", None), fields
-
-
-def _read_delta(fields: dict[str, Any]) -> _Delta:
-    tokens, mask = fields.get("token_ids"), fields.get("sampling_mask")
-    if tokens is not None:
-        tokens = integer_array(tokens, "token_ids").tolist()
-    rows: list[Any] | None = None
-    if mask is not None:
-        nested, offsets = _mask_parts(mask)
-        if offsets is not None:
-            nested = RolloutSamplingMask(nested, offsets).to_mask_list()
-        rows = list(sequence(nested, "sampling_mask"))
-        check_agrees("the number of mask rows", len(rows), len(tokens or []), "token_ids")
-    entries = _entries(fields.get("logprobs"))
-    return _Delta(tokens, rows, entries, fields.get("finish_reason"), fields.get("weight_versions"))
-
-
-def _joined(columns: list[list[Any] | None]) -> list[Any] | None:
-    present = [column for column in columns if column is not None]
-    return list(itertools.chain.from_iterable(present)) if present else None
-
-
-def _joined_rows(parts: list[_Delta]) -> list[Any] | None:
-    rows = _joined([part.rows for part in parts])
-    done = 0
-    for part in parts:
-        if rows is not None and part.rows is None and part.tokens:
-            raise MissingMaskError(
-                "some deltas carry a sampling mask and some do not",
-                expected="the support of every token",
-                got="none for this one",
-                consequence=SHIFTED,
-                row=done,
-            )
-        done += len(part.tokens or [])
-    return rows
-
-
-def _bad_stream(problem: str, expected: str, got: str) -> ReplayError:
-    return ReplayError(problem, expected=expected, got=got, consequence=SHIFTED)

@@ -27,17 +27,20 @@ import torch
 from rlreplay.engines._common import (
     LoadOptions,
     OnMissingMask,
+    PromptIds,
     assemble,
     check_agrees,
     check_option,
     check_prompt_length,
     in_sample,
     is_blank,
+    items,
     mapping,
     optional_count,
     prompts_for,
     reason_of,
     sequence,
+    stream_error,
     weight_spans,
     wrong_type,
 )
@@ -47,14 +50,20 @@ from rlreplay.engines._sglang_stream import (
     MASK,
     holds_uncommitted,
     merge_chunks,
-    stream_error,
 )
 from rlreplay.errors import ReplayError
-from rlreplay.rollout import FloatArray, IntArray, Rollout, log_prob_array, token_array
-from rlreplay.sampling_mask import IntArrayLike, RolloutSamplingMask, float_array, integer_array
+from rlreplay.rollout import Rollout, log_prob_array, token_array
+from rlreplay.sampling_mask import (
+    FloatArray,
+    IntArray,
+    IntArrayLike,
+    RolloutSamplingMask,
+    float_array,
+    integer_array,
+    offsets_of,
+)
 
 OnUncommittedToken = Literal["raise", "drop"]
-PromptIds = IntArrayLike | Sequence[IntArrayLike]
 
 
 def from_response(
@@ -72,7 +81,8 @@ def from_response(
         prompt_ids: one prompt's ids (for all responses), or a list of them, one a response.
         vocab_size: where given, every id must be below it.
         on_missing_mask: "raise", or "unrestricted": a response without a mask was drawn from the
-            full vocabulary. An aborted response without any token needs no mask.
+            full vocabulary. An aborted response without any token needs no mask. A null row inside
+            a mask is refused either way.
         on_uncommitted_token: "raise", or "drop": leave out the last id of an aborted response
             that has one id more than supports.
 
@@ -181,7 +191,7 @@ def from_chunks(
     response = token_array(output_ids, "output_ids", vocab_size)
     lengths, ids, values = _join_chunks(chunks)
     check_agrees("the number of mask rows", lengths.size, response.size, "output_ids")
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = offsets_of(lengths)
     log_probs, support = values, None
     if values.size == ids.size != lengths.size:
         mask, support = RolloutSamplingMask.from_csr_with_values(
@@ -197,7 +207,7 @@ def from_chunks(
         mask=mask,
         rollout_log_probs=log_probs,
         support_log_probs=support,
-        spans=list(weight_versions),
+        spans=items(weight_versions, "weight_versions", "(version, start, end) spans"),
         finish_reason=finish_reason,
     )
 
@@ -280,7 +290,7 @@ def _join_chunks(chunks: Iterable[Any]) -> tuple[IntArray, IntArray, FloatArray]
     lengths, ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     values = [np.zeros(0, np.float32)]
     done = 0
-    for index, chunk in enumerate(chunks):
+    for index, chunk in enumerate(items(chunks, "the stream", "chunks")):
         sizes = integer_array(_array(chunk, "lengths", index), f"lengths of chunk {index}")
         tokens = integer_array(_array(chunk, "token_ids", index), f"token_ids of chunk {index}")
         wrong = (sizes < 0) | (sizes > tokens.size)

@@ -24,6 +24,7 @@ from rlreplay.engines._common import (
     WRONG_LAYOUT,
     LoadOptions,
     OnMissingMask,
+    PromptIds,
     assemble,
     check_agrees,
     check_option,
@@ -39,9 +40,9 @@ from rlreplay.engines._common import (
     wrong_type,
 )
 from rlreplay.errors import ReplayError
-from rlreplay.rollout import IntArray, Rollout, token_array
+from rlreplay.rollout import Rollout, token_array
 from rlreplay.sampling_mask import (
-    IntArrayLike,
+    IntArray,
     RolloutSamplingMask,
     check_count,
     integer_array,
@@ -66,7 +67,7 @@ _TRAINER_FIELDS = (
 def from_response(
     response: dict[str, Any] | Sequence[dict[str, Any]],
     *,
-    prompt_ids: IntArrayLike | Sequence[IntArrayLike],
+    prompt_ids: PromptIds,
     vocab_size: int | None = None,
     on_missing_mask: OnMissingMask = "raise",
     log_probs_over: LogProbsOver = "vocabulary",
@@ -79,7 +80,7 @@ def from_response(
         prompt_ids: one prompt's ids (for all responses), or a list of them, one a response.
         vocab_size: where given, every id must be below it.
         on_missing_mask: "raise", or "unrestricted": a response without a mask was drawn from the
-            full vocabulary.
+            full vocabulary. An empty or null row inside a mask is refused either way.
         log_probs_over: what `output_token_logprobs` are normalised over. "support" makes them
             `rollout_log_probs`; "vocabulary" leaves them out.
 
@@ -114,7 +115,8 @@ def from_train_data(
         vocab_size, on_missing_mask, log_probs_over: as in `from_response`.
 
     slime gives tokens that no sampler drew (tool output) an empty row and loss mask 0. Such a row
-    is unrestricted here; an empty row of a token in the loss is refused.
+    is unrestricted here; an empty row of a token in the loss is refused, whatever
+    `on_missing_mask` says.
     """
     options = LoadOptions(vocab_size, on_missing_mask)
     check_option("log_probs_over", log_probs_over, get_args(LogProbsOver))
@@ -171,8 +173,9 @@ def _rollout(response: Any, prompt_ids: Any, options: LoadOptions, over: LogProb
 
 def _train_rollout(sample: dict[str, Any], options: LoadOptions, over: LogProbsOver) -> Rollout:
     tokens, n = sample["tokens"], check_count(sample["response_lengths"], "response_lengths")
-    sliceable = isinstance(tokens, list | tuple | np.ndarray | torch.Tensor)
-    if not sliceable or getattr(tokens, "ndim", 1) != 1:
+    if isinstance(tokens, np.ndarray | torch.Tensor):
+        tokens = integer_array(tokens, "tokens")
+    elif not isinstance(tokens, list | tuple):
         wrong_type("tokens", "a list or array of ids", tokens)
     cut = len(tokens) - n
     if cut < 1:
@@ -246,7 +249,10 @@ def _field(meta: dict[str, Any], names: Sequence[str]) -> Any:
 
 
 def _int32_array(value: Any, name: str) -> IntArray:
-    """int64 `[m]` from base64 text, raw little-endian bytes, or what `integer_array` takes."""
+    """int64 `[m]` from base64 text, raw little-endian bytes, or what `integer_array` takes.
+
+    A `memoryview` of bytes is raw; one of a wider format is an array of that format.
+    """
     if isinstance(value, str):
         try:
             value = base64.b64decode(value, validate=True)
@@ -257,7 +263,9 @@ def _int32_array(value: Any, name: str) -> IntArray:
                 got=f"{error}",
                 consequence=WRONG_LAYOUT,
             ) from None
-    if not isinstance(value, bytes | bytearray | memoryview):
+    if isinstance(value, memoryview):
+        value = _viewed(value, name)
+    if not isinstance(value, bytes | bytearray):
         return integer_array(value, name)
     if len(value) % 4:
         raise ReplayError(
@@ -269,15 +277,23 @@ def _int32_array(value: Any, name: str) -> IntArray:
     return np.frombuffer(value, dtype="<i4").astype(np.int64)
 
 
+def _viewed(view: memoryview, name: str) -> Any:
+    try:
+        raw = view.format in ("B", "b", "c") and view.ndim == 1
+        return view.tobytes() if raw else np.asarray(view)
+    except ValueError:  # released, or of a format that numpy does not know
+        wrong_type(name, "a view of bytes or integers", view)
+
+
 def _logged(value: Any) -> tuple[list[Any] | None, list[Any] | None]:
     """(ids, log-probs) of `output_token_logprobs`."""
     if value is None:
         return None, None
     entries = sequence(value, "output_token_logprobs")
-    try:
-        return list(map(itemgetter(1), entries)), list(map(itemgetter(0), entries))
-    except (TypeError, IndexError, KeyError):
+    listed = set(map(type, entries)) <= {list, tuple}
+    if not listed or min(map(len, entries), default=2) < 2:
         wrong_type("output_token_logprobs", "a list of [log-prob, id, text]", value)
+    return list(map(itemgetter(1), entries)), list(map(itemgetter(0), entries))
 
 
 def _check_logged_ids(logged: list[Any], tokens: IntArray) -> None:

@@ -21,13 +21,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlreplay.engines._common import (
     SHIFTED,
     WRONG_LAYOUT,
     LoadOptions,
     OnMissingMask,
+    PromptIds,
     in_sample,
     mapping,
     prompts_for,
@@ -39,19 +39,19 @@ from rlreplay.engines._vllm_choice import (
     check_mode,
     check_prompt,
     completion_fields,
-    merge_deltas,
     read_choice,
 )
+from rlreplay.engines._vllm_stream import merge_chunks
 from rlreplay.errors import ReplayError
 from rlreplay.rollout import Rollout
 from rlreplay.sampling_mask import (
     IntArrayLike,
     RolloutSamplingMask,
     check_count,
+    host_array,
     integer_array,
+    offsets_of,
 )
-
-PromptIds = IntArrayLike | Sequence[IntArrayLike]
 
 
 def from_response(
@@ -70,7 +70,8 @@ def from_response(
             share its prompt, which must be its `prompt_token_ids` where it has them.
         vocab_size: where given, every id must be below it.
         on_missing_mask: "raise", or "unrestricted": a choice without a mask was drawn from the
-            full vocabulary. To read the choices that have one, use `from_choice`.
+            full vocabulary. A null row inside a mask is refused either way. To read the choices
+            that have a mask, use `from_choice`.
         logprobs_mode: the server's `--logprobs-mode`; log-probs of any but the default here are
             left out.
 
@@ -156,25 +157,37 @@ def from_stream(
     on_missing_mask: OnMissingMask = "raise",
     logprobs_mode: LogprobsMode = "processed_logprobs",
     choice: int | None = None,
+    cumulative: bool | None = None,
 ) -> Rollout:
     """The rollout of one streamed choice.
 
+    vLLM streams in two styles: deltas (each chunk holds what is new), always over HTTP and in
+    process with `output_kind=DELTA`; and cumulative outputs (each repeats everything so far), the
+    default in process. Nothing in an output names its style. In process, an output that does not
+    repeat the tokens before it proves deltas, and the rows that `weight_versions` count prove
+    either; where neither does, the caller has to say.
+
     Args:
-        chunks: HTTP chunks (`choices` with what is new), or in-process delta outputs, in order.
+        chunks: HTTP chunks (dicts with `choices`), or in-process outputs, in order.
             `weight_versions`, where sent, count rows of the whole response.
         prompt_ids: int `[P]`; must agree with `prompt_token_ids` where a chunk has them.
         vocab_size, on_missing_mask, logprobs_mode: as in `from_response`.
         choice: the `index` to read, needed only where the stream carries several choices.
+        cumulative: the style. None takes HTTP chunks for deltas, and tells the style of
+            in-process outputs by what proves it.
 
     Raises:
-        ReplayError: chunks of several choices and no `choice`, a delta after the last, a mask in
-            some deltas and not in others; and all that `from_response` refuses. Rows are rows of
-            the whole response.
+        ReplayError: chunks of several choices and no `choice`, in-process outputs that could be of
+            either style and no `cumulative`, a chunk after the last, chunks of two requests, a mask
+            in some deltas and not in others, a cumulative output that shrinks or changes what an
+            earlier one said; and all that `from_response` refuses. Rows are rows of the whole
+            response.
     """
     check_mode(logprobs_mode)
     options = LoadOptions(vocab_size, on_missing_mask)
     (prompt,) = prompts_for(prompt_ids, 1)
-    return read_choice(merge_deltas(chunks, prompt, choice), prompt, options, logprobs_mode)
+    fields = merge_chunks(chunks, prompt, choice, cumulative)
+    return read_choice(fields, prompt, options, logprobs_mode)
 
 
 def from_tensors(
@@ -201,9 +214,9 @@ def from_tensors(
     """
     limit = check_count(vocab_size, "vocab_size")
     sizes = integer_array(counts, "counts")
-    compact = _host(token_ids, "token_ids")
-    if compact.ndim != 2 or compact.dtype.kind not in "iu" or compact.shape[0] != sizes.size:
-        raise _bad_tensor("token_ids", f"integers of shape [{sizes.size}, width]", compact)
+    compact = _host(token_ids, "token_ids", "iu", f"integers of shape [{sizes.size}, width]")
+    if compact.shape[0] != sizes.size:
+        raise _misshapen("token_ids", f"{sizes.size} rows", f"{compact.shape[0]}")
     wrong = (sizes < 0) | (sizes > limit)
     if wrong.any():
         row = int(np.argmax(wrong))
@@ -215,20 +228,21 @@ def from_tensors(
             row=row,
         )
     wide = sizes > compact.shape[1]
+    # First, for it finds counts that no bitmask bears out before anything is made of their size.
+    wide_ids = _wide_ids(packed_mask, np.flatnonzero(wide), sizes, limit) if wide.any() else None
     ids = np.zeros(int(sizes.sum()), dtype=np.int64)
     from_bits = np.repeat(wide, sizes)
     ids[~from_bits] = compact[(np.arange(compact.shape[1]) < sizes[:, None]) & ~wide[:, None]]
-    if wide.any():
-        ids[from_bits] = _wide_ids(packed_mask, np.flatnonzero(wide), sizes, limit)
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    return RolloutSamplingMask(ids, offsets, vocab_size=limit)
+    if wide_ids is not None:
+        ids[from_bits] = wide_ids
+    return RolloutSamplingMask(ids, offsets_of(sizes), vocab_size=limit)
 
 
 def _wide_ids(packed_mask: Any, rows: Any, sizes: Any, vocab_size: int) -> Any:
     """Ids of the rows that do not fit the compact form, one row after another."""
-    packed = _host(packed_mask, "packed_mask")
-    if packed.ndim != 2 or packed.shape[0] != sizes.size:
-        raise _bad_tensor("packed_mask", f"uint8 of shape [{sizes.size}, bytes]", packed)
+    packed = _host(packed_mask, "packed_mask", "u", f"uint8 of shape [{sizes.size}, bytes]")
+    if packed.shape[0] != sizes.size:
+        raise _misshapen("packed_mask", f"{sizes.size} rows", f"{packed.shape[0]}")
     try:
         mask = RolloutSamplingMask.from_packed_bits(packed[rows], vocab_size)
     except ReplayError as error:
@@ -247,18 +261,14 @@ def _wide_ids(packed_mask: Any, rows: Any, sizes: Any, vocab_size: int) -> Any:
     return mask.ids
 
 
-def _host(values: Any, name: str) -> Any:
-    if isinstance(values, torch.Tensor):
-        return values.detach().cpu().numpy()
-    if not isinstance(values, np.ndarray):
-        wrong_type(name, "an array or tensor", values)
-    return values
+def _host(values: Any, name: str, kinds: str, expected: str) -> Any:
+    return host_array(values, kinds, 2, lambda got: _misshapen(name, expected, got))
 
 
-def _bad_tensor(name: str, expected: str, got: Any) -> ReplayError:
+def _misshapen(name: str, expected: str, got: str) -> ReplayError:
     return ReplayError(
         f"{name} has the wrong shape or type",
         expected=expected,
-        got=f"{got.dtype} of shape {got.shape}",
+        got=got,
         consequence=WRONG_LAYOUT,
     )

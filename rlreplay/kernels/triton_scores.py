@@ -32,8 +32,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # An exponent whose exp is exactly 0, in place of -inf: the products 0 * -inf would be NaN.
 _UNDERFLOW = tl.constexpr(-1000.0)
 # Sums relative to a maximum of some columns are taken for good in this range; else they are redone
-# relative to the row's own maximum.
-_LEAST, _MOST = tl.constexpr(1e-20), tl.constexpr(1e30)
+# relative to the row's own maximum. The more terms lie far above 1, the more digits cancel in the
+# scores: the upper bound is on the mean term of a lane, e^3.
+_LEAST, _MOST = tl.constexpr(1e-20), tl.constexpr(20.0)
 
 # Fixed: the order of a row's sums shall not depend on the batch.
 _SUPPORT_BLOCK = 128
@@ -81,16 +82,14 @@ def full_stats(
     stats = _new_stats(logits, plan, weighted)
     if plan.num_rows == 0:
         return stats
-    if plan.shard.valid == 0 or (rows is not None and not rows.any()):
-        stats.maximum.fill_(-torch.inf)
-        stats.total.zero_()
-        return RowStats(stats.maximum, stats.total, torch.zeros_like(stats.total))
     block, warps, stages = _full_configuration(logits)
     _full_kernel[(plan.num_rows,)](
         logits,
         logits.stride(0),
         plan.shard.valid,
         plan.rows,
+        plan.ids,
+        plan.targets,
         plan.unrestricted,
         *_inverse_temperature(temperature, stats.maximum),
         stats.maximum,
@@ -241,13 +240,13 @@ def _inverse_temperature(temperature: Temperature, like: Tensor) -> tuple[Tensor
 def _full_configuration(logits: Tensor) -> tuple[int, int, int]:
     """Block, warps and pipeline stages of `_full_kernel`, by shape and type alone."""
     block = min(4096, max(256, triton.next_power_of_2(logits.shape[1])))
-    return block, 4 if block >= 1024 else 1, 3
+    return block, max(1, block // 512), 3 if logits.dtype.itemsize >= 4 else 4
 
 
 def _gradient_configuration(logits: Tensor) -> tuple[int, int]:
     """Block and warps of `_dense_gradient_kernel`, by shape and type alone."""
-    block = min(4096, max(256, triton.next_power_of_2(logits.shape[1])))
-    return block, 4 if block >= 1024 else 1
+    block = min(2048, max(256, triton.next_power_of_2(logits.shape[1])))
+    return block, max(1, block // 512)
 
 
 @triton.jit
@@ -327,6 +326,8 @@ def _full_kernel(
     stride,
     valid,
     rows,
+    ids,
+    targets,
     unrestricted,
     inverse_temperatures,
     inverse_temperature,
@@ -339,11 +340,12 @@ def _full_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row, read once: sums by lane relative to the maximum of its first block.
+    """One row, read once: sums by lane relative to the maximum of its first block and its target.
 
     That maximum is a shift like any other: it spares the loop the running maximum, its reductions
-    and their barriers. In the rare row where the sums leave a safe range (a far larger logit later
-    in the row, nothing but -inf at first, -inf or NaN anywhere), they are redone with it.
+    and their barriers. A sampled token is seldom far below the row's maximum. In the rare row where
+    the sums leave a safe range (a far larger logit elsewhere, nothing but -inf at first, -inf or
+    NaN anywhere), they are redone relative to the row's maximum.
     """
     acc = maximum.dtype.element_ty
     r = tl.program_id(0)
@@ -356,7 +358,10 @@ def _full_kernel(
     done = blocks * BLOCK
 
     head = tl.load(row + lanes, mask=lanes < valid, other=float("-inf")).to(acc) * inverse
-    shift = tl.max(head, axis=0)
+    position = tl.load(targets + r)
+    column = tl.load(ids + position, mask=position >= 0, other=0)
+    y = tl.load(row + column, mask=position >= 0, other=float("-inf")).to(acc) * inverse
+    shift = tl.maximum(tl.max(head, axis=0), y)
     s = tl.zeros((BLOCK,), acc)
     w = tl.zeros((BLOCK,), acc)
     for block in tl.range(0, blocks, num_stages=STAGES):
@@ -374,7 +379,8 @@ def _full_kernel(
     m = shift
     row_total = tl.sum(s, axis=0)
     row_weighted = tl.sum(w, axis=0)
-    safe = (row_total > _LEAST) & (row_total < _MOST) & (row_weighted == row_weighted)
+    peak = tl.max(s, axis=0)
+    safe = (row_total > _LEAST) & (peak < _MOST * (blocks + 1)) & (row_weighted == row_weighted)
 
     if not safe:
         top = tl.full((BLOCK,), float("-inf"), acc)

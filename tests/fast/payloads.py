@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlreplay.errors import ReplayError
 from rlreplay.rollout import Rollout
@@ -120,6 +123,47 @@ JUNK = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+def tensors_that_numpy_lacks(numbers: list[int]) -> dict[str, Any]:
+    """The numbers as tensors and arrays that hold them, but not as a plain array can."""
+    floats, ints = torch.tensor(numbers, dtype=torch.float32), torch.tensor(numbers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls some of these prototypes, others deprecated
+        return {
+            "sparse": ints.to_sparse(),
+            "sparse matrix": ints[None].to_sparse_csr(),
+            "mkldnn": floats.to_mkldnn(),
+            "quantised": torch.quantize_per_tensor(floats, 1.0, 0, torch.qint32),
+            "meta": ints.to("meta"),
+            "nested": torch.nested.nested_tensor([floats]),
+            "jagged": torch.nested.nested_tensor([ints], layout=torch.jagged),
+            "subclass": FakeTensorMode().from_tensor(ints),
+            "complex": floats.to(torch.complex64),
+            "float8": floats.to(torch.float8_e4m3fn),
+            "scalar": ints[0],
+            "masked": np.ma.masked_array(numbers, mask=[True] + [False] * (len(numbers) - 1)),
+        }
+
+
+def tensors_of_no_integers(numbers: list[int]) -> dict[str, Any]:
+    """Everything that can look like ids and is refused as such."""
+    ints = torch.tensor(numbers)
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    return {
+        **tensors_that_numpy_lacks(numbers),
+        **{name: ints.to(dtype) for name, dtype in kinds.items()},
+        "bool": ints.bool(),
+        "list of tensors": list(ints),
+        "list of 0-d arrays": list(map(np.array, numbers)),
+        "list of flags": [torch.tensor(True)] * len(numbers),
+        "list of time spans": list(map(np.timedelta64, numbers)),
+        "gradient": ints.float().requires_grad_(),
+    }
+
+
+NO_INTEGERS = list(tensors_of_no_integers([1, 2]))
+NO_PLAIN_TENSORS = list(tensors_that_numpy_lacks([1, 2]))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

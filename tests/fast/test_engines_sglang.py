@@ -18,6 +18,8 @@ from rlreplay.errors import MissingMaskError, MissingTokenError, ReplayError
 from tests.fast.payloads import (
     ANSWERS,
     DATA,
+    NO_INTEGERS,
+    NO_PLAIN_TENSORS,
     VOCAB,
     Drawn,
     cuts,
@@ -27,6 +29,8 @@ from tests.fast.payloads import (
     sound_or_refused,
     spans,
     spoiled,
+    tensors_of_no_integers,
+    tensors_that_numpy_lacks,
 )
 from tests.fast.strategies import refused
 
@@ -653,6 +657,41 @@ def test_in_process_chunks_refused(second, row):
     with pytest.raises(ReplayError) as caught:
         sglang.from_chunks([chunk(), second], prompt_ids=PROMPT, output_ids=[7, 5, 7, 5])
     assert caught.value.row == row, caught.value
+
+
+@pytest.mark.parametrize("kind", NO_INTEGERS)
+def test_in_process_tensors_of_no_integers(kind):
+    bad = tensors_of_no_integers([1, 2])[kind]
+    lengths, ids = SimpleNamespace(**vars(chunk())), SimpleNamespace(**vars(chunk()))
+    lengths.lengths = ids.token_ids = bad
+    for chunks in ([lengths], [ids], bad, [bad]):
+        with pytest.raises(ReplayError):
+            sglang.from_chunks(chunks, prompt_ids=PROMPT, output_ids=[7, 5])
+    for ids in ({"prompt_ids": bad, "output_ids": [7, 5]}, {"prompt_ids": [1], "output_ids": bad}):
+        with pytest.raises(ReplayError):
+            sglang.from_chunks([chunk()], **ids)
+    for meta in ({MASK: bad}, {MASK: [[7, 3], bad, [9, 2]]}, {LENGTH: bad}, {LOG_PROBS: bad}):
+        with pytest.raises(ReplayError):
+            load(small(**meta))
+
+
+@pytest.mark.parametrize("kind", NO_PLAIN_TENSORS)
+def test_in_process_tensors_of_no_log_probs(kind):
+    bad = chunk()
+    bad.logprobs = tensors_that_numpy_lacks([0, 0])[kind]
+    with pytest.raises(ReplayError):
+        sglang.from_chunks([bad], prompt_ids=PROMPT, output_ids=[7, 5])
+
+
+@pytest.mark.parametrize("bad", [7, None, "ab", {}, np.zeros(2), torch.zeros(2)], ids=str)
+def test_in_process_chunks_and_spans_are_iterables(bad):
+    options = {"prompt_ids": PROMPT, "output_ids": [7, 5]}
+    with refused("the stream has the wrong type"):
+        sglang.from_chunks(bad, **options)
+    with refused("the stream has the wrong type"):
+        sglang.from_stream(bad, prompt_ids=PROMPT)
+    with refused("weight_versions has the wrong type"):
+        sglang.from_chunks([chunk()], weight_versions=bad, **options)
 
 
 def test_in_process_chunks_one_row_a_token():

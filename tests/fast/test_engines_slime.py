@@ -14,12 +14,14 @@ from rlreplay.engines import slime
 from rlreplay.errors import MissingMaskError, MissingTokenError, ReplayError
 from tests.fast.payloads import (
     ANSWERS,
+    NO_INTEGERS,
     VOCAB,
     Drawn,
     drawn_responses,
     fixture,
     sound_or_refused,
     spoiled,
+    tensors_of_no_integers,
 )
 from tests.fast.strategies import refused
 
@@ -38,10 +40,21 @@ FORMS = {
     "base64": to_base64,
     "bytes": to_bytes,
     "bytearray": lambda v: bytearray(to_bytes(v)),
+    "memoryview": lambda v: memoryview(to_bytes(v)),
+    "memoryview of int32": lambda v: memoryview(np.array(v, np.int32)),
+    "memoryview of int64": lambda v: memoryview(np.array(v, np.int64)),
+    "strided memoryview": lambda v: memoryview(np.repeat(np.array(v, np.int32), 2))[::2],
+    "strided bytes": lambda v: memoryview(np.repeat(np.array(v, "<i4").view(np.uint8), 2))[::2],
     "list": list,
     "array": lambda v: np.array(v, np.int32),
     "tensor": lambda v: torch.tensor(v, dtype=torch.int32),
 }
+
+
+def released():
+    view = memoryview(b"1234")
+    view.release()
+    return view
 
 
 def csr(supports):
@@ -153,6 +166,11 @@ def test_train_data(responses: list[Drawn], data):
         ({"top_p_token_ids": base64.b64encode(b"12345").decode()}, None, "cut short"),
         ({"top_p_token_offsets": base64.b64encode(b"123").decode()}, None, "cut short"),
         ({"top_p_token_ids": b"123"}, None, "cut short"),
+        ({"top_p_token_ids": memoryview(b"12345")}, None, "cut short"),
+        ({"top_p_token_ids": memoryview(np.ones(5, np.float32))}, None, "integers"),
+        ({"top_p_token_ids": memoryview(np.ones(5, np.bool_))}, None, "integers"),
+        ({"top_p_token_ids": memoryview(np.ones((5, 4), np.uint8))}, None, "integers"),
+        ({"top_p_token_ids": released()}, None, "wrong type"),
         ({"top_p_token_ids": None}, None, "lack their ids or their offsets"),
         ({"top_p_token_offsets": None}, None, "lack their ids or their offsets"),
         ({"top_p_kept_token_ids": [7, 3, 5, 9, 2]}, None, "under two names"),
@@ -174,6 +192,8 @@ def test_train_data(responses: list[Drawn], data):
         ({"output_token_logprobs": [[0, 7], [0], [0, 2]]}, None, "wrong type"),
         ({"output_token_logprobs": [1, 2, 3]}, None, "wrong type"),
         ({"output_token_logprobs": "abc"}, None, "wrong type"),
+        ({"output_token_logprobs": ["ab", "ab", "ab"]}, None, "wrong type"),
+        ({"output_token_logprobs": [torch.ones(2).to_sparse()] * 3}, None, "wrong type"),
         ({"completion_tokens": 4}, 3, "completion_tokens"),
         ({"prompt_tokens": 4}, None, "prompt_tokens"),
         ({"finish_reason": 7}, None, "finish_reason"),
@@ -183,6 +203,23 @@ def test_train_data(responses: list[Drawn], data):
 def test_refused(meta, row, match):
     with refused(match, sample=0, row=row):
         load(small(**meta))
+
+
+@pytest.mark.parametrize("kind", NO_INTEGERS)
+def test_tensors_of_no_integers(kind):
+    bad = tensors_of_no_integers([1, 1, 1])[kind]
+    for meta in ({"top_p_token_ids": bad}, {"top_p_token_offsets": bad}):
+        with pytest.raises(ReplayError):
+            load(small(**meta))
+    with pytest.raises(ReplayError):
+        load({**small(), "output_ids": bad})
+    fields = ["tokens", "rollout_top_p_token_ids", "rollout_top_p_token_offsets"]
+    for name in [*fields, *(["loss_masks"] if kind != "bool" else [])]:
+        for column in ([bad], bad):
+            with pytest.raises(ReplayError):
+                slime.from_train_data(train_data(**{name: column}))
+    with pytest.raises(ReplayError):
+        slime.from_train_data(train_data(response_lengths=[torch.tensor(3)]))
 
 
 def test_missing_mask():

@@ -18,6 +18,7 @@ from rlreplay.errors import MissingMaskError, MissingTokenError, ReplayError
 from tests.fast.payloads import (
     ANSWERS,
     DATA,
+    NO_INTEGERS,
     VOCAB,
     Drawn,
     cuts,
@@ -26,6 +27,7 @@ from tests.fast.payloads import (
     sound_or_refused,
     spans,
     spoiled,
+    tensors_of_no_integers,
 )
 from tests.fast.strategies import refused
 
@@ -212,19 +214,51 @@ def test_deltas(form, response: Drawn, data):
     assert vllm.from_stream(iter(chunks), **options) == response.rollout()
 
 
-@given(drawn_responses(), st.data())
-def test_in_process_deltas(response: Drawn, data):
+def outputs(response: Drawn, ends, *, cumulative, form=nested):
+    """A response as in-process outputs that end at `ends`."""
     whole = completion_of(response, None)
     chunks = []
-    for start, end in spans(data.draw(cuts(len(response)))):
+    for start, end in spans(ends):
+        start = 0 if cumulative else start
         part = copy.copy(whole)
         part.token_ids, part.logprobs = whole.token_ids[start:end], whole.logprobs[start:end]
-        part.sampling_mask = nested(response.supports[start:end])
+        part.sampling_mask = form(response.supports[start:end])
         part.finish_reason = None
         chunks.append(SimpleNamespace(prompt_token_ids=response.prompt, outputs=[part]))
     chunks[-1].outputs[0].finish_reason = response.finish_reason
-    rollout = vllm.from_stream(chunks, prompt_ids=response.prompt, logprobs_mode=PROCESSED)
+    return chunks
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+@pytest.mark.parametrize("form", [nested, csr, MASK_FORMS["arrays"]])
+@given(response=drawn_responses(), data=st.data())
+def test_in_process_streams(form, cumulative, response: Drawn, data):
+    ends = data.draw(cuts(len(response)))
+    chunks = outputs(response, ends, cumulative=cumulative, form=form)
+    rollout = vllm.from_stream(
+        iter(chunks), prompt_ids=response.prompt, vocab_size=VOCAB, cumulative=cumulative
+    )
     assert rollout == response.rollout()
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+@given(response=drawn_responses(), data=st.data())
+def test_the_style_of_an_in_process_stream_is_proved_or_asked_for(
+    cumulative, response: Drawn, data
+):
+    ends = data.draw(cuts(len(response)))
+    chunks = outputs(response, ends, cumulative=cumulative)
+    tokens = [list(chunk.outputs[0].token_ids) for chunk in chunks]
+    repeated = all(new[: len(old)] == old for old, new in itertools.pairwise(tokens))
+    if repeated and sum(map(len, tokens)) > len(tokens[-1]):
+        with refused("may be cumulative or deltas"):
+            vllm.from_stream(chunks, prompt_ids=response.prompt)
+    else:
+        assert vllm.from_stream(chunks, prompt_ids=response.prompt) == response.rollout()
+    versions = [{"version": "7", "start": 0, "end": len(response)}]
+    chunks[-1].outputs[0].weight_versions = versions
+    rollout = vllm.from_stream(chunks, prompt_ids=response.prompt)
+    assert rollout == response.rollout(weight_versions=[("7", 0, len(response))])
 
 
 @given(st.lists(drawn_responses(), min_size=2, max_size=3), st.data())
@@ -471,6 +505,175 @@ def test_weight_versions():
     chunks[-1]["choices"][0]["weight_versions"] = listed
     rollout = vllm.from_stream(chunks, prompt_ids=PROMPT, logprobs_mode=PROCESSED)
     assert rollout == load(small(weight_versions=listed))
+
+
+# The style of a stream
+
+
+def growing(*tokens, **last):
+    """In-process outputs of these tokens, each with its token as its support."""
+    chunks = [
+        SimpleNamespace(token_ids=list(each), sampling_mask=nested([[t] for t in each]))
+        for each in tokens
+    ]
+    vars(chunks[-1]).update(last)
+    return chunks
+
+
+def test_cumulative_outputs_are_not_taken_twice():
+    chunks = growing([1], [1, 3], [1, 3, 5])
+    with refused("may be cumulative or deltas"):
+        vllm.from_stream(chunks, prompt_ids=PROMPT)
+    whole = vllm.from_stream(chunks, prompt_ids=PROMPT, cumulative=True)
+    assert whole.response_ids.tolist() == [1, 3, 5]
+    joined = vllm.from_stream(chunks, prompt_ids=PROMPT, cumulative=False)
+    assert joined.response_ids.tolist() == [1, 1, 3, 1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([[1], [3], [5]], [1, 3, 5]),
+        ([[1], [1, 3], [5]], [1, 1, 3, 5]),
+        ([[1, 3], []], [1, 3]),
+        ([[], [], [1, 3]], [1, 3]),
+        ([[1, 3]], [1, 3]),
+        ([[], []], []),
+        ([[1, 3], [1]], [1, 3, 1]),
+        ([[1], [1]], None),
+        ([[], [1], [1, 3]], None),
+    ],
+)
+def test_styles_proved_by_the_tokens(tokens, expected):
+    if expected is None:
+        with refused("may be cumulative or deltas"):
+            vllm.from_stream(growing(*tokens), prompt_ids=PROMPT)
+    else:
+        rollout = vllm.from_stream(growing(*tokens), prompt_ids=PROMPT)
+        assert rollout.response_ids.tolist() == expected
+
+
+@pytest.mark.parametrize(("end", "expected"), [(2, [1, 3]), (3, [1, 1, 3]), (4, None), ("3", None)])
+def test_styles_proved_by_weight_versions(end, expected):
+    chunks = growing([1], [1, 3], weight_versions=[{"version": "7", "start": 0, "end": end}])
+    if expected is None:
+        with refused("may be cumulative or deltas"):
+            vllm.from_stream(chunks, prompt_ids=PROMPT)
+    else:
+        assert vllm.from_stream(chunks, prompt_ids=PROMPT).response_ids.tolist() == expected
+
+
+def test_http_chunks_are_deltas_unless_told():
+    bodies = [{"choices": [vars(chunk)]} for chunk in growing([1], [1, 3])]
+    joined = vllm.from_stream(bodies, prompt_ids=PROMPT)
+    assert joined.response_ids.tolist() == [1, 1, 3]
+    whole = vllm.from_stream(bodies, prompt_ids=PROMPT, cumulative=True)
+    assert whole.response_ids.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "row", "match"),
+    [
+        ({"token_ids": [4, 3]}, 0, "token_ids of chunk 1 changes"),
+        ({"token_ids": []}, 0, "does not agree"),
+        ({"token_ids": [], "sampling_mask": []}, 0, "token_ids of chunk 1 shrinks"),
+        ({"sampling_mask": [[1, 4], [3]]}, 0, "sampling_mask of chunk 1 changes"),
+        ({"sampling_mask": None}, 0, "sampling_mask of chunk 1 shrinks"),
+        ({"sampling_mask": [[1], []]}, 1, "empty support"),
+        ({"sampling_mask": [[1], None]}, 1, "not a list"),
+        ({"token_ids": [1, "3"]}, 1, "integers"),
+        ({"token_ids": [1, 4]}, 1, "not in its support"),
+        ({"logprobs": None}, 0, "logprobs of chunk 1 shrinks"),
+        ({"logprobs": [{1: -0.5}, {3: 0.0}]}, 0, "logprobs of chunk 1 changes"),
+    ],
+)
+def test_cumulative_streams_refused(change, row, match):
+    chunks = growing([1], [1, 3])
+    chunks[0].logprobs, chunks[1].logprobs = [{1: 0.0}], [{1: 0.0}, {3: 0.0}]
+    assert len(vllm.from_stream(chunks, prompt_ids=PROMPT, cumulative=True)) == 2
+    vars(chunks[1]).update(change)
+    mode = "raw_logprobs" if match == "not in its support" else PROCESSED
+    if match == "not in its support":
+        chunks[1].logprobs = [{1: 0.0}, {4: 0.0}]
+    with pytest.raises(ReplayError, match=match) as caught:
+        vllm.from_stream(chunks, prompt_ids=PROMPT, cumulative=True, logprobs_mode=mode)
+    assert caught.value.row == row
+
+
+@pytest.mark.parametrize("neither", ["yes", 1, 0, [], torch.tensor(True)], ids=str)
+def test_a_style_is_a_flag(neither):
+    with refused("cumulative has the wrong type"):
+        vllm.from_stream(growing([1]), prompt_ids=PROMPT, cumulative=neither)
+
+
+def test_chunks_of_two_requests():
+    chunks = deltas(small(), [1, 2, 3])
+    chunks[0]["id"], chunks[1]["id"], chunks[2]["id"] = "a", None, "b"
+    with refused("chunk 2 belongs to another request"):
+        vllm.from_stream(chunks, prompt_ids=PROMPT)
+    chunks = [
+        SimpleNamespace(request_id=name, prompt_token_ids=PROMPT, outputs=[each])
+        for name, each in zip("ab", growing([1], [2, 3]), strict=True)
+    ]
+    with refused("chunk 1 belongs to another request"):
+        vllm.from_stream(chunks, prompt_ids=PROMPT)
+    chunks[1].request_id = "a"
+    assert vllm.from_stream(chunks, prompt_ids=PROMPT).response_ids.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("bad", ["0", True, -1, 1.0, [], {}, torch.tensor(0), False], ids=str)
+def test_a_choice_is_a_number(bad):
+    with refused("index is not a count"):
+        vllm.from_stream([{"choices": [small(index=bad)]}], prompt_ids=PROMPT)
+    with refused("choice is not a count"):
+        vllm.from_stream([{"choices": [small()]}], prompt_ids=PROMPT, choice=bad)
+
+
+# Tensors of the wrong type
+
+
+@pytest.mark.parametrize("kind", NO_INTEGERS)
+def test_tensors_of_no_integers(kind):
+    bad = tensors_of_no_integers([7, 5, 2])[kind]
+    offsets = tensors_of_no_integers([0, 1, 2])[kind]
+    one_a_row = [[7, 3], bad, [9, 2]]
+    for field in (
+        {"token_ids": bad},
+        {"sampling_mask": bad},
+        {"sampling_mask": one_a_row},
+        {"sampling_mask": {"token_ids": bad, "offsets": [0, 1, 2, 3]}},
+        {"sampling_mask": {"token_ids": [7, 5, 2], "offsets": offsets}},
+        {"logprobs": bad},
+        {"weight_versions": bad},
+        {"finish_reason": bad},
+    ):
+        with pytest.raises(ReplayError):
+            load(small(**field))
+        with pytest.raises(ReplayError):
+            vllm.from_output(SimpleNamespace(**small(**field)), prompt_ids=PROMPT)
+        for cumulative in (None, True, False):
+            with pytest.raises(ReplayError):
+                vllm.from_stream(
+                    [SimpleNamespace(**small(**field))], prompt_ids=PROMPT, cumulative=cumulative
+                )
+    for stream in (bad, [bad]):
+        with pytest.raises(ReplayError):
+            vllm.from_stream(stream, prompt_ids=PROMPT)
+    with pytest.raises(ReplayError):
+        vllm.from_response({"choices": [small()]}, prompt_ids=bad if kind != "bool" else [bad])
+
+
+@pytest.mark.parametrize("kind", NO_INTEGERS)
+def test_device_tensors_of_no_integers(kind):
+    bad = tensors_of_no_integers([1, 2])[kind]
+    flat = torch.tensor([[1, 2], [3, 4]])
+    with pytest.raises(ReplayError):
+        vllm.from_tensors(flat, bad, None, VOCAB)
+    for matrix in (bad, flat.bfloat16(), flat.bool(), flat.to("meta"), flat.to_sparse()):
+        with refused("token_ids has the wrong shape or type"):
+            vllm.from_tensors(matrix, [1, 1], None, VOCAB)
+        with refused("packed_mask has the wrong shape or type"):
+            vllm.from_tensors(flat, [1, 3], matrix, VOCAB)
 
 
 # Streams that must be refused

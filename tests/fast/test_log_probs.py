@@ -369,8 +369,10 @@ def test_max_seq_lens_as_a_numpy_integer() -> None:
     assert_same_bits(score(FOUR, case, logits, max_seq_lens=width), score(FOUR, case, logits))
 
 
-def test_a_packed_stream_may_be_padded_at_its_end() -> None:
-    case = packed(FOUR)
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_a_packed_stream_may_be_padded_at_its_end(cp_size: int) -> None:
+    lengths = (FOUR.total_lengths, FOUR.response_lengths)
+    case = packed(FOUR) if cp_size == 1 else LayoutCase("zigzag", *lengths, cp_size)
     logits = on_rank(case, random_logits(FOUR, 5))
     longer = torch.cat([logits, torch.full((1, 7, logits.shape[2]), torch.nan)], dim=1)
     config = config_of(case, end_padding=True)

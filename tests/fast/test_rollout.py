@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from rlreplay import Rollout, RolloutSamplingMask, WeightVersionSpan
 from rlreplay.errors import MissingTokenError, ReplayError
-from tests.fast.payloads import Drawn, cuts, drawn_responses, spans
+from tests.fast.payloads import (
+    NO_INTEGERS,
+    NO_PLAIN_TENSORS,
+    Drawn,
+    cuts,
+    drawn_responses,
+    spans,
+    tensors_of_no_integers,
+    tensors_that_numpy_lacks,
+)
 from tests.fast.strategies import refused
 
 MASK = RolloutSamplingMask.from_mask_list([[3, 7], [5], [9, 2, 4]])
@@ -126,6 +135,8 @@ def test_nothing_can_be_written():
         for name in ARRAYS:
             with pytest.raises(ValueError, match="read-only"):
                 getattr(rollout, name)[0] = 0
+            with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+                getattr(rollout, name).flags.writeable = True
         for name in (*FIELDS, "other"):
             with pytest.raises((dataclasses.FrozenInstanceError, AttributeError, TypeError)):
                 setattr(rollout, name, None)
@@ -187,10 +198,44 @@ def test_pickle_out_of_band_copies_nothing(response: Drawn):
     assert np.shares_memory(again.sampling_mask.ids, rollout.sampling_mask.ids)
     moved = pickle.loads(data, buffers=[bytearray(b.raw()) for b in buffers])
     assert moved == rollout
-    assert not moved.response_ids.flags.writeable
+    for name in ARRAYS:
+        assert not getattr(moved, name).flags.writeable
+        with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+            getattr(moved, name).flags.writeable = True
 
 
 # Refusals
+
+
+@pytest.mark.parametrize("kind", NO_INTEGERS)
+@pytest.mark.parametrize("name", ["prompt_ids", "response_ids", "loss_mask"])
+def test_tensors_of_no_integers(name, kind):
+    numbers = [1, 1] if name == "prompt_ids" else [1, 0, 1]
+    bad = tensors_of_no_integers(numbers)[kind]
+    if (name, kind) == ("loss_mask", "bool"):
+        assert make(loss_mask=bad) == make()
+        return
+    with pytest.raises(ReplayError, match=name.replace("_", ".")):
+        make(**{name: bad})
+
+
+@pytest.mark.parametrize("kind", NO_PLAIN_TENSORS)
+@pytest.mark.parametrize("name", ["rollout_log_probs", "support_log_probs"])
+def test_tensors_of_no_log_probs(name, kind):
+    with pytest.raises(ReplayError, match=name):
+        make(**{name: tensors_that_numpy_lacks([0, 0, 0])[kind]})
+
+
+@pytest.mark.parametrize("kind", NO_PLAIN_TENSORS)
+def test_tensors_of_no_spans(kind):
+    bad = tensors_that_numpy_lacks([0, 2, 3])[kind]
+    for versions in (bad, [bad], [("7", 0, 3), bad], [("7", 0, bad)], [(bad, 0, 3)]):
+        with refused("spans do not cover", row=None):
+            make(weight_versions=versions)
+    with refused("no sampling mask"):
+        make(sampling_mask=bad)
+    with refused("finish_reason"):
+        make(finish_reason=bad)
 
 
 @pytest.mark.parametrize("name", ["prompt_ids", "response_ids"])

@@ -13,7 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlreplay.errors import MissingTokenError, ReplayError
-from rlreplay.sampling_mask import RolloutSamplingMask, integer_array
+from rlreplay.sampling_mask import (
+    RolloutSamplingMask,
+    consecutive_runs,
+    float_array,
+    integer_array,
+    offsets_of,
+)
+from tests.fast.payloads import (
+    NO_INTEGERS,
+    NO_PLAIN_TENSORS,
+    tensors_of_no_integers,
+    tensors_that_numpy_lacks,
+)
 
 VOCAB = 64
 INT32_MAX = 2**31 - 1
@@ -200,11 +212,63 @@ def test_nothing_can_be_written(rows):
     for part in (mask, mask[:1], pickle.loads(pickle.dumps(mask, 2)), copy.deepcopy(mask)):
         for buffer in (part.ids, part.offsets, *(part[t] for t in range(len(part)))):
             assert not buffer.flags.writeable
+            with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+                buffer.flags.writeable = True
+            with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+                buffer[:0].flags.writeable = True
     for name in ("ids", "offsets", "_ids", "_offsets", "other"):
         with pytest.raises(AttributeError):
             setattr(mask, name, mask.ids)
     with pytest.raises(AttributeError):
         del mask._ids
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: build([[3, 7], [5]]),
+        lambda: RolloutSamplingMask(np.array([3, 7, 5]), torch.tensor([0, 2, 3])),
+        lambda: build([[1], [3, 7], [5]])[1:],
+        lambda: build([[3, 7], [5], [1]]).truncate(2),
+        lambda: RolloutSamplingMask.concat([build([[3, 7]]), build([[5]])]),
+        lambda: build([[3], [5]]).include([7, 5]),
+        lambda: RolloutSamplingMask.from_dense(build([[3, 7], [5]]).to_dense(9)),
+        lambda: RolloutSamplingMask.from_mask_list_with_values([[7, 3], [5]], [[0.0, 0.0], [0.0]])[
+            0
+        ],
+        lambda: copy.copy(build([[3, 7], [5]])),
+        lambda: pickle.loads(pickle.dumps(build([[3, 7], [5]]), 5)),
+        lambda: moved(build([[3, 7], [5]])),
+    ],
+)
+def test_no_array_of_a_mask_can_be_made_writeable(make):
+    mask = make()
+    for buffer in (mask.ids, mask.offsets, mask[0], mask.ids[1:], mask.ids.view(np.uint8)):
+        base = buffer.base
+        for each in (buffer, base) if isinstance(base, np.ndarray) else (buffer,):
+            with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+                each.flags.writeable = True
+            with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+                each.setflags(write=True)
+            with pytest.raises(ValueError, match="does not own its data"):
+                each.resize(1)
+    assert mask == build([[3, 7], [5]])
+
+
+def moved(mask):
+    """Through a store that hands over buffers that can be written to."""
+    buffers = []
+    data = pickle.dumps(mask, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[bytearray(b.raw()) for b in buffers])
+
+
+@pytest.mark.filterwarnings("ignore:Setting the (shape|dtype):DeprecationWarning")
+def test_whoever_reshapes_an_array_in_place_has_only_that():
+    mask = build([[3, 7], [5, 6]])
+    mask.ids.shape = (2, 2)
+    mask.offsets.dtype = np.uint8
+    assert mask.ids.shape == (4,)
+    assert mask.offsets.dtype == np.int64
 
 
 @given(rows_or_none, rows_or_none)
@@ -409,6 +473,112 @@ def test_arrays_of_anything_but_integers_refused(bad):
         RolloutSamplingMask([1], bad)
 
 
+ID_ARGUMENTS = {
+    "ids": lambda bad: RolloutSamplingMask(bad, [0, 1, 2]),
+    "offsets": lambda bad: RolloutSamplingMask([1, 2], bad),
+    "ids with values": lambda bad: RolloutSamplingMask.from_csr_with_values(
+        bad, [0, 1, 2], [0.0, 0.0]
+    ),
+    "row": lambda bad: RolloutSamplingMask.from_mask_list([[3], bad]),
+    "rows": lambda bad: RolloutSamplingMask.from_mask_list(bad),
+    "row with values": lambda bad: RolloutSamplingMask.from_mask_list_with_values(
+        [[3], bad], [[0.0], [0.0, 0.0]]
+    ),
+    "forced": lambda bad: RolloutSamplingMask.forced(bad),
+    "select": lambda bad: build([[1], [2], [3]]).select(bad),
+    "contains": lambda bad: build([[1], [2]]).contains(bad),
+    "locate": lambda bad: build([[1], [2]]).locate(bad),
+    "check_sampled": lambda bad: build([[1], [2]]).check_sampled(bad),
+    "include": lambda bad: build([[1], [2]]).include(bad),
+    "fill_unrestricted": lambda bad: build([None, None]).fill_unrestricted(bad),
+    "concat": lambda bad: RolloutSamplingMask.concat(bad),
+    "dense": lambda bad: RolloutSamplingMask.from_dense(bad),
+    "packed": lambda bad: RolloutSamplingMask.from_packed_bits(bad, 8),
+    "runs": lambda bad: consecutive_runs(bad),
+}
+
+
+@pytest.mark.parametrize("kind", NO_INTEGERS)
+@pytest.mark.parametrize("argument", ID_ARGUMENTS)
+def test_tensors_of_no_integers_refused(argument, kind):
+    bad = tensors_of_no_integers([1, 2])[kind]
+    with pytest.raises(ReplayError) as caught:
+        ID_ARGUMENTS[argument](bad)
+    assert caught.value.got
+    assert caught.value.consequence
+
+
+@pytest.mark.parametrize("kind", NO_PLAIN_TENSORS)
+def test_tensors_that_are_no_values_refused(kind):
+    bad = tensors_that_numpy_lacks([0, 0])[kind]
+    with pytest.raises(ReplayError):
+        RolloutSamplingMask.from_csr_with_values([1, 2], [0, 1, 2], bad)
+    with pytest.raises(ReplayError) as caught:
+        RolloutSamplingMask.from_mask_list_with_values([[3], [1, 2]], [[0.0], bad])
+    assert caught.value.row == 1
+    with pytest.raises(ReplayError):
+        float_array(bad, "values")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_tensors_of_values(dtype):
+    values = torch.tensor([-1.5, -0.25], dtype=dtype, requires_grad=True)
+    assert float_array(values, "values").tolist() == [-1.5, -0.25]
+    negated = torch.tensor([1.5j, 0.25j], dtype=torch.complex64).conj().imag
+    assert float_array(negated, "values").tolist() == [-1.5, -0.25]
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.tensor(True), torch.tensor(1), np.array(1), np.timedelta64(1), 1.0, "1", None]
+)
+def test_elements_that_pass_for_integers_refused(bad):
+    """Some of these have an `__index__`, which is enough for `array` and for `range`."""
+    refuse(lambda: RolloutSamplingMask.from_mask_list([[4], [7, bad]]), row=1, says="support ids")
+    refuse(lambda: RolloutSamplingMask([4, bad], [0, 1, 2]), row=1, says="ids")
+    refuse(lambda: build([[1], [2]]).contains([1, bad]), row=1, says="tokens")
+    for make in (
+        lambda: RolloutSamplingMask.full(bad),
+        lambda: build([[1]]).truncate(bad),
+        lambda: build([[1]]).to_dense(bad),
+        lambda: RolloutSamplingMask.from_packed_bits(np.ones((1, 1), np.uint8), bad),
+    ):
+        with pytest.raises(ReplayError):
+            make()
+
+
+def test_integers_of_every_type_pass():
+    numbers = [1, np.int8(2), np.uint64(3), np.int64(4)]
+    assert integer_array(numbers, "values").tolist() == [1, 2, 3, 4]
+    assert build([numbers]).to_mask_list() == [[1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("flag", [None, 1, 0, "yes", [], torch.tensor(True)], ids=str)
+def test_a_flag_is_a_flag(flag):
+    for make in (
+        lambda: RolloutSamplingMask([], [0], allow_unrestricted=flag),
+        lambda: RolloutSamplingMask.from_mask_list([], allow_unrestricted=flag),
+        lambda: RolloutSamplingMask.from_csr_with_values([], [0], [], allow_unrestricted=flag),
+        lambda: RolloutSamplingMask.from_mask_list_with_values([], [], allow_unrestricted=flag),
+    ):
+        with pytest.raises(ReplayError, match="allow_unrestricted is no flag"):
+            make()
+
+
+@pytest.mark.parametrize("many", [range(2**70), range(-(2**70), 0), range(0, 2**63, 3)], ids=str)
+def test_ranges_beyond_memory_refused(many):
+    refuse(lambda: RolloutSamplingMask.from_mask_list([[1], many]), row=1, says="support id")
+    for make in (
+        lambda: RolloutSamplingMask(many, [0, 1]),
+        lambda: RolloutSamplingMask([1], many),
+        lambda: RolloutSamplingMask.forced(many),
+        lambda: build([[1]]).select(many),
+        lambda: build([[1]]).truncate(2**70),
+        lambda: RolloutSamplingMask.full(2**63),
+    ):
+        with pytest.raises(ReplayError):
+            make()
+
+
 def test_integers_too_long_to_print_refused():
     enormous = 10**6000
     refuse(lambda: RolloutSamplingMask.from_mask_list([[1], [enormous]]), row=1, says="")
@@ -473,11 +643,44 @@ def test_values_beyond_float32_become_infinite_without_a_warning():
         np.zeros((2, 3), np.int64),
         torch.zeros(2, 3),
         [[1, 0]],
+        torch.zeros(2, 3, dtype=torch.bfloat16),
+        torch.ones(2, 3, dtype=torch.bool, device="meta"),
+        torch.ones(2, 3, dtype=torch.bool).to_sparse(),
+        np.ma.masked_array(np.ones((1, 2), np.bool_), mask=[[True, False]]),
+        None,
+        7,
+        "ab",
+        {},
     ],
 )
 def test_not_a_dense_mask_refused(bad):
-    with pytest.raises(ReplayError):
+    with pytest.raises(ReplayError, match="not a dense sampling mask"):
         RolloutSamplingMask.from_dense(bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "row"),
+    [
+        ([[True, False], [True]], 1),
+        ([[True], [True, False]], 1),
+        ([[True, False], 7], 1),
+        ([[True, False], None], 1),
+        ([True, False], 0),
+        (["ab"], 0),
+        ([[True, False], [True, 1]], 1),
+        ([[True, False], [True, torch.tensor(True)]], 1),
+        ([[True, False], [False, False]], 1),
+        ([[], []], 0),
+    ],
+)
+def test_nested_lists_that_are_no_dense_mask_refused(bad, row):
+    refuse(lambda: RolloutSamplingMask.from_dense(bad), row=row, says="")
+
+
+def test_dense_nested_lists():
+    nested = [[True, False, True], [np.True_, np.False_, np.False_]]
+    assert RolloutSamplingMask.from_dense(nested).to_mask_list() == [[0, 2], [0]]
+    assert len(RolloutSamplingMask.from_dense([])) == 0
 
 
 def test_dense_and_packed_empty_rows_refused():
@@ -497,10 +700,24 @@ def test_dense_and_packed_empty_rows_refused():
         (np.array([[1], [1 << 7]], np.uint8), 7, 1),
         (np.ones((2, 1), np.uint8), -1, None),
         (np.ones((2, 1), np.uint8), True, None),
+        ([[1], [1, 2]], 8, None),
+        ([[1], [1]], 8, None),
+        (None, 8, None),
+        ("ab", 8, None),
+        (torch.ones(2, 1, dtype=torch.bfloat16), 8, None),
+        (torch.ones(2, 1, dtype=torch.uint8, device="meta"), 8, None),
+        (torch.ones(2, 1, dtype=torch.uint8).to_sparse(), 8, None),
     ],
 )
 def test_not_packed_bits_refused(bits, vocab_size, row):
     refuse(lambda: RolloutSamplingMask.from_packed_bits(bits, vocab_size), row=row, says="")
+
+
+@pytest.mark.parametrize("bad", [-1, None, "9", 1.5, True])
+def test_dense_needs_a_size(bad):
+    for mask in (build([[1]]), build([None]), build([])):
+        with pytest.raises(ReplayError, match="vocab_size is not a count"):
+            mask.to_dense(bad)
 
 
 def test_dense_needs_a_vocabulary_that_holds_the_ids():
@@ -601,6 +818,36 @@ def test_concat_refuses_what_is_no_mask():
     with pytest.raises(ReplayError) as caught:
         RolloutSamplingMask.concat([build([[1]]), [[2]]])
     assert caught.value.sample == 1
+
+
+@pytest.mark.parametrize("bad", [7, None, "ab", {}, torch.zeros(2), np.zeros(2), 1.5], ids=str)
+def test_concat_wants_an_iterable(bad):
+    refuse(lambda: RolloutSamplingMask.concat(bad), row=None, says="not a sampling mask")
+
+
+@given(st.lists(st.integers(-3, 9), max_size=20))
+def test_consecutive_runs(index):
+    expected = []
+    for value in index:
+        if expected and expected[-1][1] == value:
+            expected[-1][1] = value + 1
+        else:
+            expected.append([value, value + 1])
+    for form in (index, np.array(index, np.int32), torch.tensor(index, dtype=torch.int64)):
+        runs = consecutive_runs(form)
+        assert runs.dtype == np.int64
+        assert runs.shape == (len(expected), 2)
+        assert runs.tolist() == expected
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=9))
+def test_offsets_of(lengths):
+    for form in (lengths, tuple(lengths), np.array(lengths, np.int64)):
+        offsets = offsets_of(form)
+        assert offsets.dtype == np.int64
+        assert offsets.tolist() == [0, *itertools.accumulate(lengths)]
+    flags = np.array([length % 2 == 1 for length in lengths], np.bool_)
+    assert offsets_of(flags)[-1] == flags.sum()
 
 
 # Sampled tokens
