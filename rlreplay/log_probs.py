@@ -20,7 +20,13 @@ from rlreplay.errors import ReplayError
 from rlreplay.kernels.softmax import SCORE_NAMES
 from rlreplay.layout import RowLayout, RowSpan
 from rlreplay.parallel import ParallelState
-from rlreplay.plan import OnMissingToken, ReplayPlan, to_device, tokens_on_host
+from rlreplay.plan import (
+    OnMissingToken,
+    ReplayPlan,
+    check_kind,
+    to_device,
+    tokens_on_host,
+)
 from rlreplay.sampling_mask import (
     IntArray,
     IntArrayLike,
@@ -164,24 +170,28 @@ def get_log_probs_and_entropy(
             also where only one is given something wrong, unless a plan is given: then on the ranks
             that are given it.
     """
-    parallel = parallel or ParallelState.single()
+    parallel = ParallelState.single() if parallel is None else parallel
+    check_kind(parallel, ParallelState, "parallel")
     batch = _Batch(total_lengths, response_lengths, max_seq_lens, padded_lengths)
 
     def prepare() -> _Prepared:
+        check_kind(config, ScoringConfig, "config")
         request = _request(scores, with_entropy, entropy_requires_grad)
         layout = batch.layout_of(logits, config, parallel)
+        columns = logits.shape[-1] * parallel.tp_size
+        vocab_size = columns if config.vocab_size is None else config.vocab_size
         moves = config.redistribute_to_zigzag and parallel.cp_size > 1
         target = batch.zigzag_of(logits, config, parallel) if moves else None
         if plan is not None:
-            _check_plan(plan, layout, parallel, config)
+            check_kind(plan, ReplayPlan, "plan")
+            _check_plan(plan, layout, parallel, vocab_size, config)
             return _Prepared(plan, target, *request)
-        columns = logits.shape[-1] * parallel.tp_size
         built = ReplayPlan.build(
             unconcat_tokens,
             rollout_sampling_mask,
             layout,
             parallel=parallel,
-            vocab_size=columns if config.vocab_size is None else config.vocab_size,
+            vocab_size=vocab_size,
             device=logits.device,
             on_missing_token=config.on_missing_token,
             shard_columns=logits.shape[-1],
@@ -192,14 +202,12 @@ def get_log_probs_and_entropy(
         return _Prepared(built, target, *request)
 
     def fingerprint(prepared: _Prepared) -> int:
-        asked = f"{config} {logits.dtype} {prepared.wanted} {prepared.metrics}"
+        graph = f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}"
+        asked = f"{config} {logits.dtype} {prepared.wanted} {prepared.metrics} {graph}"
         return zlib.crc32(asked.encode(), prepared.plan.fingerprint)
 
-    if plan is None:  # ranks agree once a plan, not once a score
-        device = logits.device if isinstance(logits, Tensor) else torch.device("cpu")
-        prepared = parallel.agreed(prepare, fingerprint, device)
-    else:
-        prepared = prepare()
+    # ranks agree once a plan, not once a score
+    prepared = parallel.agreed(prepare, fingerprint) if plan is None else prepare()
     flat = _scored(logits, prepared, config)
     layout, target = prepared.plan.layout, prepared.target
     if target is None:
@@ -416,10 +424,10 @@ class _Batch(NamedTuple):
 
     def _check_shape(self, logits: Tensor, qkv_format: str) -> None:
         batch = 1 if qkv_format == "thd" else len(self.total_lengths)
-        if not isinstance(logits, Tensor):
+        if not isinstance(logits, Tensor) or logits.layout != torch.strided:
             raise ReplayError(
                 "logits are no tensor",
-                expected="a torch.Tensor",
+                expected="a strided torch.Tensor",
                 got=type(logits).__name__,
                 consequence="there is nothing to score or to send a gradient to",
             )
@@ -443,14 +451,20 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_plan(
-    plan: ReplayPlan, layout: RowLayout, parallel: ParallelState, config: ScoringConfig
+    plan: ReplayPlan,
+    layout: RowLayout,
+    parallel: ParallelState,
+    vocab_size: int,
+    config: ScoringConfig,
 ) -> None:
-    if config.vocab_size is not None and plan.vocab_size != config.vocab_size:
+    """Refuse a plan that was built for something else than what it is to score."""
+    built = (plan.vocab_size, plan.on_missing_token)
+    if built != (vocab_size, config.on_missing_token):
         raise ReplayError(
-            "the plan was built for another vocabulary",
-            expected=f"vocab_size {config.vocab_size}",
-            got=f"{plan.vocab_size}",
-            consequence="padded columns would be scored, or real ones left out",
+            "the plan was built with other options",
+            expected=f"vocab_size {vocab_size}, on_missing_token {config.on_missing_token!r}",
+            got=f"vocab_size {built[0]}, on_missing_token {built[1]!r}",
+            consequence="columns or tokens would be scored that should not be, or left out",
         )
     if (plan.layout, plan.parallel) != (layout, parallel):
         raise ReplayError(

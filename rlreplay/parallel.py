@@ -95,7 +95,6 @@ class ParallelState:
         self,
         attempt: Callable[[], T],
         fingerprint: Callable[[T], int],
-        device: torch.device | str,
     ) -> T:
         """What `attempt()` returns, if it succeeds on every rank with the same fingerprint.
 
@@ -105,7 +104,6 @@ class ParallelState:
         Args:
             attempt: checks and prepares; enters no collective.
             fingerprint: of what it returned, a number in [0, 2**32).
-            device: of the few numbers exchanged; one that the groups' backend handles.
 
         Collectives: one MAX all-reduce of four integers over `tp_cp_group`, or over the TP and
         then the CP group where that is None; none on a single rank.
@@ -123,7 +121,7 @@ class ParallelState:
         except Exception as raised:
             error = raised
         for group in filter(None, groups):
-            shared = torch.tensor(state, dtype=torch.int64, device=device)
+            shared = torch.tensor(state, dtype=torch.int64, device=_device_of(group))
             dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
             failed, differed, most, minus_least = shared.tolist()
             state = [failed, max(differed, int(most != -minus_least)), most, minus_least]
@@ -158,6 +156,16 @@ def _place_in(axis: str, group: dist.ProcessGroup | None) -> tuple[int, int]:
             consequence="its collectives would wait for ranks that never enter them",
         )
     return rank, dist.get_world_size(group)
+
+
+def _device_of(group: dist.ProcessGroup) -> str:
+    """A device whose tensors the group's backend takes: the host's where that will do.
+
+    Asked of the group, not of what is being agreed on, which may be wrong.
+    """
+    if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl":
+        return "cuda"
+    return "cpu"
 
 
 def _check_joint(group: dist.ProcessGroup | None, size: int) -> None:

@@ -28,6 +28,7 @@ from rlreplay.sampling_mask import (
     RolloutSamplingMask,
     check_count,
     check_ids_below,
+    frozen,
     integer_array,
 )
 
@@ -69,6 +70,7 @@ class ReplayPlan:
         assembled: whether the supports are laid over the whole vocabulary, for
             `score_assembled`, instead of over this rank's shard.
         fingerprint: a checksum of the whole micro-batch, by which ranks tell whether they agree.
+        on_missing_token: what it was built with.
         num_missing: sampled tokens of the whole micro-batch that were added to their support
             (`on_missing_token="include"`); the same on every rank.
         rows: int64 `[R]`, the logits row of each response row.
@@ -91,6 +93,7 @@ class ReplayPlan:
     shard: VocabShard
     assembled: bool
     fingerprint: int
+    on_missing_token: OnMissingToken
     num_missing: int
     rows: Int[Tensor, " R"]
     offsets: Int[Tensor, " R+1"]
@@ -185,21 +188,24 @@ class ReplayPlan:
         """
 
         def attempt() -> ReplayPlan:
-            return cls._build_alone(
-                unconcat_tokens,
-                masks,
-                layout,
-                parallel=parallel,
-                vocab_size=vocab_size,
-                device=device,
-                on_missing_token=on_missing_token,
-                shard_columns=shard_columns,
-                assembled=assembled,
-            )
+            with torch.inference_mode(False):  # a plan of a reference pass serves training too
+                return cls._build_alone(
+                    unconcat_tokens,
+                    masks,
+                    layout,
+                    parallel=parallel,
+                    vocab_size=vocab_size,
+                    device=device,
+                    on_missing_token=on_missing_token,
+                    shard_columns=shard_columns,
+                    assembled=assembled,
+                )
+
+        check_kind(parallel, ParallelState, "parallel")
 
         if not check_agreement:
             return attempt()
-        return parallel.agreed(attempt, lambda plan: plan.fingerprint, device)
+        return parallel.agreed(attempt, lambda plan: plan.fingerprint)
 
     @classmethod
     def _build_alone(
@@ -216,6 +222,7 @@ class ReplayPlan:
         assembled: bool,
     ) -> ReplayPlan:
         """`build` without the agreement of the other ranks."""
+        check_kind(layout, RowLayout, "layout")
         vocab_size = check_count(vocab_size, "vocab_size")
         _check_parallel(layout, parallel)
         shard = _vocab_shard(vocab_size, parallel, shard_columns)
@@ -244,6 +251,7 @@ class ReplayPlan:
             shard=columns,
             assembled=assembled,
             fingerprint=_fingerprint(layout, sampled, batch, options) if parallel.is_split else 0,
+            on_missing_token=on_missing_token,
             num_missing=int(missing.sum()),
             rows=on_device[0],
             offsets=on_device[1],
@@ -253,12 +261,19 @@ class ReplayPlan:
             response_rows=on_device[4],
             host_rows=rows,
             host_offsets=offsets,
-            host_unrestricted=unrestricted,
+            host_unrestricted=frozen(unrestricted),
             has_unrestricted=bool(unrestricted.any()),
         )
 
     def check_logits(self, logits: Tensor) -> None:
         """Refuse logits that do not fit the plan; data on which all ranks of a group agree."""
+        if not isinstance(logits, Tensor) or logits.layout != torch.strided:
+            raise ReplayError(
+                "logits are no tensor",
+                expected="a strided torch.Tensor",
+                got=type(logits).__name__,
+                consequence="there is nothing to score or to send a gradient to",
+            )
         if logits.ndim != 2 or not logits.is_floating_point():
             raise ReplayError(
                 "not a matrix of logits",
@@ -366,7 +381,7 @@ def _vocab_shard(vocab_size: int, parallel: ParallelState, shard_columns: int | 
 
 def tokens_on_host(unconcat_tokens: Sequence[IntArrayLike], layout: RowLayout) -> list[IntArray]:
     """Each sample's tokens as int64 `[total_length]` in host memory, checked against the layout."""
-    _check_num_samples(len(unconcat_tokens), layout, "unconcat_tokens")
+    _check_num_samples(unconcat_tokens, layout, "unconcat_tokens")
     tokens = _on_host(unconcat_tokens)
     for i, (values, length) in enumerate(zip(tokens, layout.total_lengths, strict=True)):
         if values.size != length:
@@ -454,7 +469,7 @@ def _with_missing(
 
 
 def _check_masks(masks: Sequence[RolloutSamplingMask | None], layout: RowLayout) -> None:
-    _check_num_samples(len(masks), layout, "sampling masks")
+    _check_num_samples(masks, layout, "sampling masks")
     for i, (mask, length) in enumerate(zip(masks, layout.response_lengths, strict=True)):
         if mask is None:
             raise MissingMaskError(
@@ -482,7 +497,26 @@ def _check_masks(masks: Sequence[RolloutSamplingMask | None], layout: RowLayout)
             )
 
 
-def _check_num_samples(count: int, layout: RowLayout, name: str) -> None:
+def check_kind(value: object, kind: type, name: str) -> None:
+    """Raise `ReplayError` where an argument is not of its type."""
+    if not isinstance(value, kind):
+        raise ReplayError(
+            f"{name} is something else",
+            expected=kind.__name__,
+            got=type(value).__name__,
+            consequence="nothing would be scored as it should",
+        )
+
+
+def _check_num_samples(values: object, layout: RowLayout, name: str) -> None:
+    if not isinstance(values, list | tuple):
+        raise ReplayError(
+            f"{name} are not a list",
+            expected="a list with one entry for each sample",
+            got=type(values).__name__,
+            consequence="samples would be scored with each other's data",
+        )
+    count = len(values)
     if count != layout.num_samples:
         raise ReplayError(
             f"{name} are not one for each sample",

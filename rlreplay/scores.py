@@ -51,6 +51,8 @@ from rlreplay.plan import ReplayPlan
 Backend = Literal["auto", "torch", "triton"]
 BACKENDS = get_args(Backend)
 
+# Bounds within which a temperature and its inverse are normal numbers in float32.
+_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-37, 1e37
 _ASSEMBLED_CHUNK_BYTES = 1 << 25  # bounds the temporaries of rows that are assembled
 
 
@@ -211,8 +213,12 @@ def score_assembled(
             consequence="the rows would be cut to integers",
         )
     request = _Request(wanted, trained, checked, torch_scores, False)
+    # An input that needs a gradient on every rank: one whose logits need none would else stay out
+    # of the backward's collective, for which its peers wait.
+    split = plan.parallel.tp_size > 1
+    anchor = torch.zeros((), device=logits.device, requires_grad=True) if split else None
     values: tuple[Tensor, ...] = _ScoreAssembled.apply(  # type: ignore[no-untyped-call]
-        logits, plan, request, dtype
+        logits, plan, request, dtype, anchor
     )
     return Scores(**dict(zip(wanted, values, strict=True)))
 
@@ -225,7 +231,12 @@ class _ScoreAssembled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, plan: ReplayPlan, request: _Request, dtype: torch.dtype
+        ctx: Any,
+        logits: Tensor,
+        plan: ReplayPlan,
+        request: _Request,
+        dtype: torch.dtype,
+        anchor: Tensor | None,
     ) -> tuple[Tensor, ...]:
         with torch.autocast(logits.device.type, enabled=False):
             parts = [
@@ -242,7 +253,7 @@ class _ScoreAssembled(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         (logits,) = ctx.saved_tensors
         plan, request = ctx.plan, ctx.request
         given = {
@@ -263,7 +274,7 @@ class _ScoreAssembled(torch.autograd.Function):
             (whole,) = torch.autograd.grad(values, leaf, upstream)
             mine = whole[:, start : start + width].to(gradient.dtype)
             gradient[:, :width].index_copy_(0, plan.rows[first:last], mine)
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 def _assembled_chunks(
@@ -694,30 +705,30 @@ def _row_temperature(
     if not isinstance(temperature, Tensor):
         return check_temperature(temperature)
     fits = temperature.shape == (plan.num_rows,) and temperature.device == plan.device
-    if temperature.requires_grad or not fits:
+    if temperature.requires_grad or not fits or not temperature.is_floating_point():
         raise ReplayError(
             "temperature does not fit the rows",
-            expected=f"a number, or a tensor of shape ({plan.num_rows},) on {plan.device} "
+            expected=f"a number, or a float tensor of shape ({plan.num_rows},) on {plan.device} "
             "without gradient",
-            got=f"shape {tuple(temperature.shape)} on {temperature.device}, "
-            f"requires_grad={temperature.requires_grad}",
+            got=f"{temperature.dtype} of shape {tuple(temperature.shape)} on "
+            f"{temperature.device}, requires_grad={temperature.requires_grad}",
             consequence="rows would be scored at another row's temperature",
         )
     if temperature.device.type == "cpu":
-        usable = (temperature > 0) & temperature.isfinite()
+        usable = (temperature >= _LOWEST_TEMPERATURE) & (temperature <= _HIGHEST_TEMPERATURE)
         for value in temperature[~usable][:1].tolist():
             check_temperature(value)
     return temperature.to(accumulator(dtype))
 
 
 def check_temperature(temperature: Any) -> float:
-    """`temperature` as a float; refused where it is not a finite number above 0."""
+    """`temperature` as a float; refused where neither it nor its inverse is a normal float32."""
     number = isinstance(temperature, numbers.Real) and not isinstance(temperature, bool)
-    if not number or not 0 < float(temperature) < float("inf"):
+    if not number or not _LOWEST_TEMPERATURE <= temperature <= _HIGHEST_TEMPERATURE:
         raise ReplayError(
             "temperature not above 0",
             expected="a finite number above 0 (a greedy row is a support of one id)",
-            got=f"{temperature!r}",
+            got=f"{temperature!r}"[:40],
             consequence="the logits would be divided by it",
         )
     return float(temperature)

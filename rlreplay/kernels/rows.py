@@ -63,11 +63,11 @@ class GradientTerm(NamedTuple):
 class GradientCoefficients(NamedTuple):
     """The logits' gradient: a dense term, a term on the support, a term at the sampled token.
 
-    `dense` is None where no row has one.
+    A term is None where no row has it: zero coefficients would not do, since 0 * NaN is NaN.
     """
 
     dense: GradientTerm | None
-    support: GradientTerm
+    support: GradientTerm | None
     target: Float[Tensor, " R"]
 
 

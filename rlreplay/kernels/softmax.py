@@ -90,13 +90,14 @@ def gradient_coefficients(
     """
     on_support, on_vocab = grads.get("log_probs"), grads.get("full_log_probs")
     mass, support_entropy = grads.get("log_support_mass"), grads.get("support_entropy")
-    sparse = _term(support, _minus(mass, on_support), support_entropy, temperature)
-    dense = None
+    sparse = dense = None
+    if any(grad is not None for grad in (on_support, mass, support_entropy)):
+        sparse = _term(support, _minus(mass, on_support), support_entropy, temperature)
     if full is not None and (unrestricted is not None or not FULL_SCORES.isdisjoint(grads)):
         leaving = mass
         entropy = grads.get("entropy")
         if unrestricted is not None:
-            sparse = sparse.zero_where(unrestricted)
+            sparse = None if sparse is None else sparse.zero_where(unrestricted)
             leaving = _choose(unrestricted, on_support, mass)
             entropy = _sum(entropy, _choose(unrestricted, support_entropy, None))
         dense = _term(full, _minus(None, _sum(on_vocab, leaving)), entropy, temperature)

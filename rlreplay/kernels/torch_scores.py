@@ -114,7 +114,10 @@ def logits_gradient(
         gradient = torch.zeros_like(logits, memory_format=torch.contiguous_format)
     for part in _id_chunks(plan):
         x = _support_logits(logits, plan, part, temperature)
-        values = _term(x, coefficients.support.at(part.rows).at(part.row_of_id))
+        if coefficients.support is None:
+            values = torch.zeros_like(x)
+        else:
+            values = _term(x, coefficients.support.at(part.rows).at(part.row_of_id))
         values = part.added_at_targets(values, coefficients.target[part.rows])
         columns = part.ids.long()
         if not whole:

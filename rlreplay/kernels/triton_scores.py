@@ -166,13 +166,14 @@ def _support_gradient(
         plan.ids,
         plan.targets,
         plan.unrestricted,
-        *_inverse_temperature(temperature, support.shift),
-        *support,
+        *_inverse_temperature(temperature, coefficients.target),
+        *(support or (None, None, None)),
         *(dense or (None, None, None)),
         coefficients.target,
         values,
-        PER_ROW=_per_row(temperature, support.shift),
+        PER_ROW=_per_row(temperature, coefficients.target),
         ALL_DENSE=bool(dense_rows.all()),
+        HAS_SUPPORT=support is not None,
         HAS_DENSE=dense is not None,
         BLOCK=_SUPPORT_BLOCK,
         num_warps=1,
@@ -440,11 +441,12 @@ def _support_gradient_kernel(
     values,
     PER_ROW: tl.constexpr,
     ALL_DENSE: tl.constexpr,
+    HAS_SUPPORT: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row: the sum of all terms at its ids."""
-    acc = support_shift.dtype.element_ty
+    acc = target.dtype.element_ty
     r = tl.program_id(0)
     row = logits + tl.load(rows + r) * stride
     first = tl.load(offsets + r)
@@ -461,8 +463,9 @@ def _support_gradient_kernel(
         here = at < last
         columns = tl.load(ids + at, mask=here, other=0)
         x = tl.load(row + columns, mask=here, other=0.0).to(acc) * inverse
-        gradient = _term(x, r, support_shift, support_constant, support_slope)
-        gradient += tl.where(at == position, amount, 0.0)
+        gradient = tl.where(at == position, amount, 0.0).to(acc)
+        if HAS_SUPPORT:
+            gradient += _term(x, r, support_shift, support_constant, support_slope)
         if HAS_DENSE:
             dense = _term(x, r, dense_shift, dense_constant, dense_slope)
             gradient += tl.where(is_dense, dense, 0.0)

@@ -28,6 +28,7 @@ class CountingGroup(dist.ProcessGroup):
         self.axis, self.calls = axis, calls
         # where torch.distributed looks a group's ranks up
         c10d._world.pg_group_ranks[self] = {0: rank}
+        c10d._world.pg_map[self] = ("counting", None)
 
     def getBackendName(self) -> str:
         return "counting"

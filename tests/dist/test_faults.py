@@ -153,13 +153,59 @@ def _not_even_masks(batch: Batch, rank: int) -> dict[str, Any]:
     return {"rollout_sampling_mask": 7}
 
 
-@pytest.mark.parametrize("change", [_wrong_rows, _not_even_masks])
+def _meta_logits(batch: Batch, rank: int) -> dict[str, Any]:
+    return {"logits": torch.zeros(1, 3, 12, device="meta")}
+
+
+@pytest.mark.parametrize("change", [_wrong_rows, _not_even_masks, _meta_logits])
 def test_any_other_error_of_one_rank_reaches_its_peers_too(change: Change) -> None:
     outcomes = outcomes_of(on_rank(2, change))
     for rank in (0, 1, 3):
         assert "another rank refused this micro-batch" in str(outcomes[rank].error)
-    assert outcomes[2].error is not None
+    assert isinstance(outcomes[2].error, ReplayError)
     assert "another rank" not in str(outcomes[2].error)
+
+
+def _score_in_mode(rank: int, world_size: int, on_policy: bool, odd: str) -> Any:
+    """All ranks score and go back; rank 1's logits need no gradient, or its grad mode is off."""
+    parallel = ParallelState.from_groups(*make_grid(TP, CP))
+    batch = make_batch(3, samples=4)
+    logits = local_logits(batch, parallel)
+    if rank == 1 and odd == "requires_grad":
+        logits = logits.detach()
+    with torch.set_grad_enabled(not (rank == 1 and odd == "grad mode")):
+        results = get_log_probs_and_entropy(
+            logits,
+            unconcat_tokens=batch.tokens,
+            **batch.lengths,
+            config=ScoringConfig(vocab_size=batch.vocab_size, true_on_policy=on_policy),
+            parallel=parallel,
+            rollout_sampling_mask=batch.masks,
+        )
+    total = torch.cat(results["log_probs"]).sum()
+    if total.requires_grad:
+        total.backward()
+    return None if logits.grad is None else bool(logits.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_a_rank_whose_logits_need_no_gradient_does_not_leave_its_peers_waiting(
+    on_policy: bool,
+) -> None:
+    assert run_ranks(4, _score_in_mode, on_policy, "requires_grad", timeout=TIMEOUT) == [
+        True,
+        None,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_grad_mode_on_some_ranks_and_off_on_others(on_policy: bool) -> None:
+    outcomes = run_ranks_expecting_errors(
+        4, _score_in_mode, on_policy, "grad mode", timeout=TIMEOUT
+    )
+    assert all("the ranks hold different data" in str(o.error) for o in outcomes)
 
 
 @pytest.mark.parametrize("without", [(0,), (1,), (2, 3), (0, 2)])

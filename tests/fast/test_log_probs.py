@@ -19,7 +19,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlreplay.errors import BackendError, MissingMaskError, MissingTokenError
+from rlreplay.errors import BackendError, MissingMaskError, MissingTokenError, ReplayError
 from rlreplay.kernels.reference import dense_scores
 from rlreplay.layout import RowLayout
 from rlreplay.log_probs import ScoringConfig, get_log_probs_and_entropy, get_responses
@@ -571,8 +571,12 @@ def test_a_plan_of_another_batch_or_rank_is_refused() -> None:
     ):
         with refused("the plan was built for another micro-batch or rank"):
             score(FOUR, case, logits, plan=plan)
+    config = config_of(case, vocab_size=FOUR.vocab_size)
     with refused("logits columns do not match"):
-        score(FOUR, case, logits[:, :, :-1], plan=plan_of(FOUR, case, 0))
+        score(FOUR, case, logits[:, :, :-1], plan=plan_of(FOUR, case, 0), config=config)
+    included = config_of(case, vocab_size=FOUR.vocab_size, on_missing_token="include")
+    with refused("the plan was built with other options: .* 'include', got .* 'raise'"):
+        score(FOUR, case, logits, plan=plan_of(FOUR, case, 0), config=included)
 
 
 def test_a_plan_of_another_vocabulary_is_refused() -> None:
@@ -1079,3 +1083,54 @@ def test_a_single_further_score_may_be_a_string_and_the_entropy_a_metric() -> No
     assert set(results) == {"log_probs", "entropy"}
     assert all(v.requires_grad for v in results["log_probs"])
     assert not any(v.requires_grad for v in results["entropy"])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"unconcat_tokens": torch.zeros(3, 5, dtype=torch.int64)}, "unconcat_tokens are not a"),
+        ({"unconcat_tokens": None}, "unconcat_tokens are not a list"),
+        ({"unconcat_tokens": 5}, "unconcat_tokens are not a list"),
+        ({"rollout_sampling_mask": 7}, "sampling masks are not a list"),
+        ({"rollout_sampling_mask": (m for m in SMALL.masks)}, "sampling masks are not a list"),
+        ({"logits": np.zeros((1, 14, 12))}, "logits are no tensor"),
+        ({"logits": torch.zeros(1, 14, 12).to_sparse()}, "logits are no tensor"),
+        ({"config": None}, "config is something else: expected ScoringConfig"),
+        ({"plan": 5}, "plan is something else: expected ReplayPlan"),
+        ({"parallel": 5}, "parallel is something else: expected ParallelState"),
+        ({"scores": 7}, "unknown score"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(options: dict[str, Any], match: str) -> None:
+    arguments: dict[str, Any] = {
+        "logits": torch.zeros(1, 14, 12),
+        "unconcat_tokens": SMALL.tokens,
+        "total_lengths": SMALL.total_lengths,
+        "response_lengths": SMALL.response_lengths,
+        "config": ScoringConfig(),
+        "rollout_sampling_mask": SMALL.masks,
+        **options,
+    }
+    with pytest.raises(ReplayError, match=match):
+        get_log_probs_and_entropy(arguments.pop("logits"), **arguments)
+
+
+def test_a_plan_of_a_reference_pass_serves_training() -> None:
+    case = packed(FOUR)
+    for on_policy in (False, True):
+        config = config_of(case, true_on_policy=on_policy)
+        logits = on_rank(case, random_logits(FOUR, 32))
+        with torch.inference_mode():
+            plan = ReplayPlan.build(
+                FOUR.tokens,
+                FOUR.masks,
+                case.layout(),
+                parallel=parallel_state(),
+                vocab_size=FOUR.vocab_size,
+                device="cpu",
+            )
+            score(FOUR, case, logits, plan=plan, config=config)
+        trained = logits.clone().requires_grad_()
+        results = score(FOUR, case, trained, plan=plan, config=config)
+        torch.cat(results["log_probs"]).sum().backward()
+        assert trained.grad is not None

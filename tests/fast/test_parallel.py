@@ -156,9 +156,9 @@ def test_agreement_of_a_single_rank_enters_no_collective() -> None:
     single = ParallelState.single()
     assert not single.is_split
     with peers({}) as entered:
-        assert single.agreed(lambda: 3, lambda result: 7, "cpu") == 3
+        assert single.agreed(lambda: 3, lambda result: 7) == 3
         with pytest.raises(KeyError, match="mine"):
-            single.agreed(fail, lambda result: 7, "cpu")
+            single.agreed(fail, lambda result: 7)
     assert entered == []
 
 
@@ -190,19 +190,19 @@ def test_agreement_of_all_ranks(options: dict[str, bool], groups: list[str]) -> 
                 assert state.is_split
                 if own is fail:
                     with pytest.raises(KeyError, match="mine"):
-                        state.agreed(own, lambda result: 7, "cpu")
+                        state.agreed(own, lambda result: 7)
                 elif problem:
                     with refused(problem):
-                        state.agreed(own, lambda result: 7, "cpu")
+                        state.agreed(own, lambda result: 7)
                 else:
-                    assert state.agreed(own, lambda result: 7, "cpu") == 3
+                    assert state.agreed(own, lambda result: 7) == 3
             assert entered == groups
 
 
 def test_a_disagreement_seen_by_tp_peers_alone_reaches_this_rank_over_cp() -> None:
     # The CP peer has this rank's fingerprint, but its own TP peers hold others.
     with peers({"tp": FINE, "cp": [0, 1, 7, -7]}), refused("the ranks hold different data"):
-        grid().agreed(lambda: 3, lambda result: 7, "cpu")
+        grid().agreed(lambda: 3, lambda result: 7)
 
 
 def test_a_fingerprint_that_fails_is_told_to_the_others() -> None:
@@ -210,7 +210,7 @@ def test_a_fingerprint_that_fails_is_told_to_the_others() -> None:
         return fail()
 
     with peers({"tp": FINE, "cp": FINE}) as entered, pytest.raises(KeyError, match="mine"):
-        grid().agreed(lambda: 3, fingerprint, "cpu")
+        grid().agreed(lambda: 3, fingerprint)
     assert entered == ["tp", "cp"]
 
 

@@ -105,6 +105,7 @@ def scored(
     per_row=st.booleans(),
     with_masks=st.booleans(),
     chunk_bytes=st.sampled_from([1, 1 << 9, 1 << 19]),
+    chunk_ids=st.sampled_from([1, 50, 1 << 20]),
 )
 def test_scores_and_gradient_are_within_the_error_budget(
     seed: int,
@@ -115,6 +116,7 @@ def test_scores_and_gradient_are_within_the_error_budget(
     per_row: bool,
     with_masks: bool,
     chunk_bytes: int,
+    chunk_ids: int,
 ) -> None:
     batch = make_batch(
         seed, samples=samples, vocab_size=vocab_size, dtype=dtype, with_masks=with_masks
@@ -128,6 +130,7 @@ def test_scores_and_gradient_are_within_the_error_budget(
     plain, plain_gradient = reference(logits, batch, plan, temperature, torch.float32, weights)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(torch_scores._CHUNK_BYTES, "cpu", chunk_bytes)
+        patch.setattr(torch_scores, "_CHUNK_IDS", chunk_ids)
         scores, gradient = scored(logits, plan, weights, temperature=temperature)
     for name in SCORE_NAMES:
         assert scores[name].dtype == torch.float32
@@ -401,11 +404,10 @@ def test_large_and_offset_logits_neither_overflow_nor_lose_precision(scale: floa
 class Recorder(TorchDispatchMode):
     """Notes the operations that run and the largest tensor that one of them makes."""
 
-    def __init__(self, exempt: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
         self.made: list[int] = []
-        self.exempt = exempt
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -423,7 +425,7 @@ def test_no_sync_and_no_dense_temporary(
     monkeypatch.setitem(torch_scores._CHUNK_BYTES, "cpu", 1 << 12)
     batch = make_batch(17, samples=8, max_response=40, vocab_size=500)
     plan, logits = plan_of(batch), logits_of(batch).requires_grad_()
-    with Recorder(logits.numel()) as recorder:
+    with Recorder() as recorder:
         scores = score_logits(logits, plan, scores=wanted).asked()
         torch.autograd.grad(sum(v.sum() for v in scores.values()), logits)  # type: ignore[arg-type]
     syncs = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
@@ -456,6 +458,8 @@ def test_equal_to_log_softmax_where_nothing_is_masked() -> None:
         ({"temperature": -1.0}, ReplayError, "temperature not above 0"),
         ({"temperature": float("nan")}, ReplayError, "temperature not above 0"),
         ({"temperature": float("inf")}, ReplayError, "temperature not above 0"),
+        ({"temperature": 1e-46}, ReplayError, "temperature not above 0"),
+        ({"temperature": 10**400}, ReplayError, "temperature not above 0"),
         ({"temperature": torch.ones(3)}, ReplayError, "temperature does not fit"),
     ],
 )
@@ -465,9 +469,75 @@ def test_refusals(options: dict[str, Any], error: type[ReplayError], message: st
         score_logits(logits_of(batch), plan_of(batch), **options)
 
 
+def one_row(support: list[int], vocab_size: int, sampled: int) -> Batch:
+    """One response token with a given support, after a prompt of one."""
+    return Batch(
+        [np.array([0, sampled])],
+        [2],
+        [1],
+        [RolloutSamplingMask.from_mask_list([support])],
+        vocab_size,
+        [torch.zeros(2, vocab_size)],
+    )
+
+
+@pytest.mark.parametrize("name", ["entropy", "full_log_probs"])
+def test_a_score_that_does_not_read_the_support_is_not_spoiled_by_it(name: str) -> None:
+    plan = plan_of(one_row([1, 2], 5, sampled=1))
+    logits = torch.zeros(2, 5)
+    logits[0] = torch.tensor([0.0, -torch.inf, -torch.inf, 1.0, 2.0])
+    leaf = logits.requires_grad_()
+    score = getattr(score_logits(leaf, plan, scores=(name,)), name)
+    (gradient,) = torch.autograd.grad(score.sum(), leaf)
+    p = torch.softmax(logits[0].detach(), 0)
+    if name == "entropy":
+        log_p = p.log().masked_fill(p == 0, 0.0)
+        expected = -p * (log_p - (p * log_p).sum())
+    else:
+        expected = torch.nn.functional.one_hot(torch.tensor(1), 5) - p
+    torch.testing.assert_close(gradient[0], expected)
+
+
+@pytest.mark.parametrize("size", [4096, 150_000])
+@pytest.mark.parametrize("flat", [True, False])
+def test_supports_of_a_whole_vocabulary_are_summed_as_well_as_the_vocabulary(
+    size: int, flat: bool
+) -> None:
+    batch = one_row(list(range(size)), size, sampled=7)
+    plan = plan_of(batch)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.zeros(2, size) if flat else torch.randn(2, size, generator=generator)
+    leaf = logits.double()
+    exact = dense_scores(leaf[:1], torch.tensor([7]), torch.ones(1, size, dtype=torch.bool))
+    plain = dense_scores(logits[:1], torch.tensor([7]), torch.ones(1, size, dtype=torch.bool))
+    scores = score_logits(logits, plan, scores=SCORE_NAMES).asked()
+    for name in SCORE_NAMES:
+        budget = error_budget([plain[name]], [exact[name]], torch.float32)
+        # of the row's log-sum-exp, from which the mass is a difference
+        budget += torch.finfo(torch.float32).eps * float(np.log(size))
+        assert_within(scores[name], exact[name], budget, name)
+
+
+def test_results_may_be_changed_in_place() -> None:
+    batch = make_batch(21)
+    plan, logits = plan_of(batch), logits_of(batch).requires_grad_()
+    _, expected = scored(logits, plan, scores=("log_probs",))
+    scores = score_logits(logits, plan, scores=SCORE_NAMES, differentiable=("log_probs",)).asked()
+    for name, value in scores.items():
+        if name != "log_probs":
+            value.mul_(0.5)
+            value.data.add_(1)
+    value = objective({"log_probs": scores["log_probs"]}, weights_of(plan))
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert torch.equal(gradient, expected)
+
+
 def test_per_row_temperatures_are_checked_on_the_host() -> None:
     batch = make_batch(20)
     plan = plan_of(batch)
+    for wrong in (torch.ones(plan.num_rows, dtype=torch.int64), torch.ones(1)):
+        with pytest.raises(ReplayError, match="temperature does not fit"):
+            score_logits(logits_of(batch), plan, temperature=wrong)
     rows = torch.ones(plan.num_rows)
     rows[1] = 0
     with pytest.raises(ReplayError, match="temperature not above 0"):
