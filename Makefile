@@ -10,7 +10,7 @@ DIST_ENV := OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 TORCH_COMPILE_DISABL
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test venv lint types fast dist bench clean
+.PHONY: help demo test venv lint types fast dist kernels bench clean
 
 help:
 	@echo 'make demo    train a small policy by GRPO, with replay on and off; prints a table, draws a plot'
@@ -19,6 +19,7 @@ help:
 	@echo 'make types   mypy, strict on rlreplay/'
 	@echo 'make fast    tests of one process'
 	@echo 'make dist    tests of several ranks (gloo, on this machine)'
+	@echo 'make kernels the Triton kernels in their interpreter (installs triton, about a gigabyte)'
 	@echo 'make bench   the CPU figures against the dense-mask path'
 	@echo 'make venv    only the set-up, in $(VENV); PYTHON=... picks the interpreter'
 	@echo 'make clean   remove the venv, the caches and what the demo wrote'
@@ -40,6 +41,14 @@ fast: venv
 
 dist: venv
 	$(DIST_ENV) $(BIN)/python -m pytest tests/dist
+
+kernels: venv
+	@if [ -n "$$PIP_FIND_LINKS" ]; then \
+	    UV_FIND_LINKS=`printf '%s' "$$PIP_FIND_LINKS" | tr ' ' ','`; export UV_FIND_LINKS; \
+	fi; \
+	$(BIN)/uv pip install --python $(BIN)/python -e '.[dev,triton]' -c constraints.txt || \
+	    $(BIN)/python -m pip install -e '.[dev,triton]' -c constraints.txt
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/fast/test_triton_scores.py
 
 bench: venv
 	$(BIN)/python benchmarks/scores_cpu.py
