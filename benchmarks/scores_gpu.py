@@ -16,6 +16,7 @@ reason. One JSON line a measurement, with versions, commit and GPU.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -101,11 +102,20 @@ def make_supports(vocab: int, ids: int) -> tuple[np.ndarray, np.ndarray]:
     return supports, supports[np.arange(ROWS), rng.integers(0, ids, ROWS)]
 
 
-def make_logits(vocab: int, dtype: torch.dtype) -> Tensor:
+@functools.cache
+def noise() -> Tensor:
+    """Standard normal numbers, drawn before anything is captured: a capture that fails leaves
+    the CUDA generator unusable."""
     torch.manual_seed(0)
+    return torch.randn(1 << 28, device="cuda")
+
+
+def make_logits(vocab: int, dtype: torch.dtype) -> Tensor:
+    """Normal logits of standard deviation 2, [ROWS + 1, vocab]; the noise repeats after 2**28."""
     logits = torch.empty(ROWS + 1, vocab, dtype=dtype, device="cuda")
-    for part in logits.split(512):  # in parts, for an fp32 copy of the whole would stay in the pool
-        part.copy_(torch.randn(part.shape, device="cuda").mul_(2))
+    flat, source = logits.view(-1), noise()
+    for part in flat.split(source.numel()):
+        part.copy_(source[: part.numel()]).mul_(2)
     return logits
 
 
@@ -121,7 +131,7 @@ def make_inputs(logits: Tensor, ids: int) -> Inputs:
         vocab_size=vocab,
         device="cuda",
     )
-    upstream = (torch.randn(ROWS, device="cuda"), torch.randn(ROWS, device="cuda") * 0.1)
+    upstream = (noise()[:ROWS].clone(), noise()[ROWS : 2 * ROWS] * 0.1)
     return Inputs(logits, plan, torch.from_numpy(sampled).to("cuda"), upstream)
 
 

@@ -13,7 +13,9 @@ The same three functions as in `torch_scores`, with the same meaning. Shapes: `T
 
 No atomics, and a row's work is cut up by V alone: the results are the same bit for bit from run to
 run and whatever other rows are in the call. Offsets into the logits are 64-bit. Arithmetic is in
-float32 (float64 for float64), temperature included.
+float32 (float64 for float64), temperature included. The compiler may not fuse multiplications with
+additions (`enable_fp_fusion=False`): x = logit * (1 / temperature) has to be the same number in
+every kernel, so that a lone id's log-prob and gradient are exactly 0.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ def support_stats(
             WEIGHTED=weighted,
             BLOCK=_SUPPORT_BLOCK,
             num_warps=1,
+            enable_fp_fusion=False,
         )
     return stats, target
 
@@ -101,6 +104,7 @@ def full_stats(
         BLOCK=block,
         STAGES=stages,
         num_warps=warps,
+        enable_fp_fusion=False,
     )
     return stats
 
@@ -177,6 +181,7 @@ def _support_gradient(
         HAS_DENSE=dense is not None,
         BLOCK=_SUPPORT_BLOCK,
         num_warps=1,
+        enable_fp_fusion=False,
     )
     return values
 
@@ -214,6 +219,7 @@ def _write_dense(
         ALL_DENSE=bool(dense_rows.all()),
         BLOCK=block,
         num_warps=warps,
+        enable_fp_fusion=False,
     )
 
 
@@ -370,7 +376,7 @@ def _full_kernel(
         e = _exp(d)
         s += e
         if WEIGHTED:
-            w += e * d
+            w = tl.fma(e, d, w)
     rest = done + lanes < valid
     d = tl.load(row + done + lanes, mask=rest, other=float("-inf")).to(acc) * inverse - shift
     e = tl.where(rest, _exp(d), 0.0)
