@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import importlib.metadata
 import json
 import os
@@ -284,10 +285,19 @@ def graph_milliseconds(step: Callable[[], Any]) -> tuple[float | None, str | Non
             kept = step()
     except Exception as error:
         torch.cuda.synchronize()
+        release(graph)
         return None, first_line(error)
     result = milliseconds(graph.replay)
     del kept
+    release(graph)
     return result, None
+
+
+def release(graph: torch.cuda.CUDAGraph) -> None:
+    """Give back the memory that a capture took for itself."""
+    graph.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def peak_bytes(step: Callable[[], Any]) -> int:

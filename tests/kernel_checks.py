@@ -347,15 +347,18 @@ class KernelTests:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_the_gradient_is_rounded_once(self, vocab_size: int, dtype: torch.dtype) -> None:
-        # Computed from the same numbers in float32 and rounded, it has the same bits.
+        # It is one rounding away from the gradient of the same numbers in float32: a second
+        # rounding would double that. The rest allowed is what two float32 kernels differ by.
         case = self.case(vocab_size, seed=2, dtype=dtype)
         _, short = scored(case.logits, case.plan, temperature=0.9)
         _, wide = scored(case.logits.float(), case.plan, temperature=0.9)
-        assert torch.equal(short, self.rounded(wide, dtype))
+        rounding = self.roundings * torch.finfo(dtype).eps / 2
+        allowed = wide.abs() * (rounding + 1e-4) + 2e-6 * wide.abs().max()
+        allowed = allowed + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        assert ((short.float() - wide).abs() <= allowed).all()
 
-    def rounded(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """float32 to a shorter type, as the kernels' stores do."""
-        return values.to(dtype)
+    roundings = 1
+    """How many half units a store to a shorter type is off by at most."""
 
     @pytest.mark.parametrize("trained", [("log_probs",), ("entropy",), SUPPORT_SCORES])
     def test_metrics_send_no_gradient(self, vocab_size: int, trained: tuple[str, ...]) -> None:
@@ -463,11 +466,20 @@ class KernelTests:
 
     def test_rows_with_a_stride_are_read_in_place(self, vocab_size: int) -> None:
         case = self.case(vocab_size, seed=8)
-        wide = torch.full((len(case.logits), vocab_size + 4), torch.nan, device=self.device)
-        view = wide[:, 1 : vocab_size + 1]
+        wide = torch.full((len(case.logits), vocab_size + 32), torch.nan, device=self.device)
+        view = wide[:, 16 : vocab_size + 16]
         view.copy_(case.logits)
         assert not view.is_contiguous()
         same_bits(scored(view, case.plan), scored(case.logits, case.plan))
+
+    def test_rows_out_of_alignment(self, vocab_size: int) -> None:
+        # Loads are narrower, which may change the order of a row's sums.
+        case = self.case(vocab_size, seed=8)
+        wide = torch.full((len(case.logits), vocab_size + 5), torch.nan, device=self.device)
+        view = wide[:, 1 : vocab_size + 1]
+        view.copy_(case.logits)
+        weights = weights_of(case.plan)
+        Truth.of(case, case.logits, 1.0, weights).check(*scored(view, case.plan, weights))
 
     def test_logits_with_a_column_stride_are_refused(self) -> None:
         case = self.case(37)
@@ -586,20 +598,31 @@ class KernelTests:
             for rank in range(tp)
         ]
         weights = weights_of(case.plan, wanted)
-        leaves = [part.clone().requires_grad_() for part in whole.split(columns, dim=1)]
-        options: Any = {"scores": wanted, "temperature": 0.7, "backend": "triton"}
-        results = turns.run(
-            tp, 2, lambda rank: score_logits(leaves[rank], plans[rank], **options).asked()
-        )
-        gradients = [
-            torch.autograd.grad(objective(scores, weights), leaf)[0]
-            for scores, leaf in zip(results, leaves, strict=True)
-        ]
+
+        def sharded(backend: Any) -> tuple[list[dict[str, Tensor]], Tensor]:
+            leaves = [part.clone().requires_grad_() for part in whole.split(columns, dim=1)]
+            options: Any = {"scores": wanted, "temperature": 0.7, "backend": backend}
+            results = turns.run(
+                tp, 2, lambda rank: score_logits(leaves[rank], plans[rank], **options).asked()
+            )
+            gradients = [
+                torch.autograd.grad(objective(scores, weights), leaf)[0]
+                for scores, leaf in zip(results, leaves, strict=True)
+            ]
+            return results, torch.cat(gradients, dim=1)
+
+        results, gradient = sharded("triton")
         for scores in results[1:]:
             assert all(torch.equal(scores[name], results[0][name]) for name in wanted)
-        gradient = torch.cat(gradients, dim=1)
         assert (gradient[:, vocab_size:] == 0).all()
         truth = Truth.of(case, case.logits, 0.7, weights)
+        # the same computation, sharded, in plain torch
+        plain, plain_gradient = sharded("torch")
+        for name in wanted:
+            own = error_budget([plain[0][name].detach()], [truth.scores[name]], torch.float32)
+            truth.budgets[name] = max(truth.budgets[name], own)
+        own = error_budget([plain_gradient[:, :vocab_size]], [truth.gradient], torch.float32)
+        truth.budgets["gradient"] = max(truth.budgets["gradient"], own)
         truth.check(results[0], gradient[:, :vocab_size])
         forced = (case.support.sum(1) == 1) & ~case.plan.unrestricted
         assert forced.any()

@@ -31,6 +31,8 @@ from rlreplay.plan import ReplayPlan
 from rlreplay.sampling_mask import BoolArray
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG2_E_LOW = tl.constexpr(1.9259629911266175e-08)  # log2(e) less its nearest float32
+_LN_2 = tl.constexpr(0.6931471805599453)
 # An exponent whose exp is exactly 0, in place of -inf: the products 0 * -inf would be NaN.
 _UNDERFLOW = tl.constexpr(-1000.0)
 # Sums relative to a maximum of some columns are taken for good in this range; else they are redone
@@ -39,13 +41,13 @@ _UNDERFLOW = tl.constexpr(-1000.0)
 _LEAST, _MOST = tl.constexpr(1e-20), tl.constexpr(20.0)
 
 # Fixed: the order of a row's sums shall not depend on the batch.
-_SUPPORT_BLOCK = 128
+_SUPPORT_BLOCK, _SUPPORT_WARPS = 512, 4
 
 
 def support_stats(
     logits: Float[Tensor, "T V"], plan: ReplayPlan, temperature: Temperature, weighted: bool
 ) -> tuple[RowStats, Float[Tensor, " R"]]:
-    """As `torch_scores.support_stats`: O(N), one program of one warp a row."""
+    """As `torch_scores.support_stats`: O(N), one small program a row."""
     stats = _new_stats(logits, plan, weighted)
     target = torch.empty_like(stats.maximum)
     if plan.num_rows:
@@ -64,7 +66,7 @@ def support_stats(
             PER_ROW=_per_row(temperature, stats.maximum),
             WEIGHTED=weighted,
             BLOCK=_SUPPORT_BLOCK,
-            num_warps=1,
+            num_warps=_SUPPORT_WARPS,
             enable_fp_fusion=False,
         )
     return stats, target
@@ -142,7 +144,7 @@ def logits_gradient(
             plan.ids,
             values,
             BLOCK=_SUPPORT_BLOCK,
-            num_warps=1,
+            num_warps=_SUPPORT_WARPS,
         )
     return gradient
 
@@ -180,7 +182,7 @@ def _support_gradient(
         HAS_SUPPORT=support is not None,
         HAS_DENSE=dense is not None,
         BLOCK=_SUPPORT_BLOCK,
-        num_warps=1,
+        num_warps=_SUPPORT_WARPS,
         enable_fp_fusion=False,
     )
     return values
@@ -265,8 +267,19 @@ def _load_inverse_temperature(per_row, scalar, r, PER_ROW: tl.constexpr):
 
 
 @triton.jit
-def _exp(d):
-    return tl.exp2(d * _LOG2_E)
+def _exp(d, EXACT: tl.constexpr):
+    """exp(d). The rounding of d log2(e) is made good where the logits are exact enough to show it.
+
+    16-bit logits are not, and there the three operations more would cost bandwidth.
+    """
+    if EXACT:
+        d = tl.where(d < _UNDERFLOW, _UNDERFLOW, d)  # -inf would make the correction NaN
+        exponent = d * _LOG2_E
+        missing = tl.fma(d, tl.full(d.shape, _LOG2_E, d.dtype), -exponent) + d * _LOG2_E_LOW
+        value = tl.exp2(exponent)
+        return value + value * (missing * _LN_2)
+    else:
+        return tl.exp2(d * _LOG2_E)
 
 
 @triton.jit
@@ -289,6 +302,7 @@ def _support_kernel(
 ):
     """One row: its maximum over its ids, then the sums relative to it; the target's x."""
     acc = maximum.dtype.element_ty
+    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
     r = tl.program_id(0)
     row = logits + tl.load(rows + r) * stride
     first = tl.load(offsets + r)
@@ -312,7 +326,7 @@ def _support_kernel(
         columns = tl.load(ids + start + lanes, mask=here, other=0)
         x = tl.load(row + columns, mask=here, other=float("-inf")).to(acc) * inverse
         d = x - shift
-        e = _exp(d)
+        e = _exp(d, EXACT)
         s += e
         if WEIGHTED:
             w += e * tl.maximum(d, _UNDERFLOW)
@@ -355,6 +369,7 @@ def _full_kernel(
     NaN anywhere), they are redone relative to the row's maximum.
     """
     acc = maximum.dtype.element_ty
+    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
     r = tl.program_id(0)
     if not ALL_ROWS:  # a row that is not to be read has no columns
         valid = tl.where(tl.load(unrestricted + r) != 0, valid, 0)
@@ -373,13 +388,13 @@ def _full_kernel(
     w = tl.zeros((BLOCK,), acc)
     for block in tl.range(0, blocks, num_stages=STAGES):
         d = tl.load(row + block * BLOCK + lanes).to(acc) * inverse - shift
-        e = _exp(d)
+        e = _exp(d, EXACT)
         s += e
         if WEIGHTED:
             w = tl.fma(e, d, w)
     rest = done + lanes < valid
     d = tl.load(row + done + lanes, mask=rest, other=float("-inf")).to(acc) * inverse - shift
-    e = tl.where(rest, _exp(d), 0.0)
+    e = tl.where(rest, _exp(d, EXACT), 0.0)
     s += e
     if WEIGHTED:
         w += tl.where(rest, e * d, 0.0)
@@ -402,7 +417,7 @@ def _full_kernel(
         for start in range(0, valid, BLOCK):
             here = start + lanes < valid
             x = tl.load(row + start + lanes, mask=here, other=float("-inf")).to(acc) * inverse
-            e = _exp(x - shift)
+            e = _exp(x - shift, EXACT)
             s += e
             if WEIGHTED:
                 w += e * tl.maximum(x - shift, _UNDERFLOW)
@@ -416,10 +431,10 @@ def _full_kernel(
 
 
 @triton.jit
-def _term(x, r, shift, constant, slope):
+def _term(x, r, shift, constant, slope, EXACT: tl.constexpr):
     """exp(x - shift) (constant + slope (x - shift)) with the coefficients of row r."""
     d = x - tl.load(shift + r)
-    e = _exp(d)
+    e = _exp(d, EXACT)
     if slope is None:
         return e * tl.load(constant + r)
     else:
@@ -453,6 +468,7 @@ def _support_gradient_kernel(
 ):
     """One row: the sum of all terms at its ids."""
     acc = target.dtype.element_ty
+    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
     r = tl.program_id(0)
     row = logits + tl.load(rows + r) * stride
     first = tl.load(offsets + r)
@@ -471,9 +487,9 @@ def _support_gradient_kernel(
         x = tl.load(row + columns, mask=here, other=0.0).to(acc) * inverse
         gradient = tl.where(at == position, amount, 0.0).to(acc)
         if HAS_SUPPORT:
-            gradient += _term(x, r, support_shift, support_constant, support_slope)
+            gradient += _term(x, r, support_shift, support_constant, support_slope, EXACT)
         if HAS_DENSE:
-            dense = _term(x, r, dense_shift, dense_constant, dense_slope)
+            dense = _term(x, r, dense_shift, dense_constant, dense_slope, EXACT)
             gradient += tl.where(is_dense, dense, 0.0)
         tl.store(values + at, gradient.to(values.dtype.element_ty), mask=here)
 
@@ -501,6 +517,7 @@ def _dense_gradient_kernel(
 ):
     """One block of columns of one logits row. `gradient` may be `logits`."""
     acc = dense_shift.dtype.element_ty
+    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
     t = tl.program_id(0) // blocks
     lanes = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     r = tl.load(response_rows + t, mask=t < num_layout_rows, other=-1)
@@ -512,7 +529,9 @@ def _dense_gradient_kernel(
         inverse = _load_inverse_temperature(inverse_temperatures, inverse_temperature, r, PER_ROW)
         row = logits + t.to(tl.int64) * stride
         x = tl.load(row + lanes, mask=lanes < valid, other=float("-inf")).to(acc) * inverse
-        value = tl.where(lanes < valid, _term(x, r, dense_shift, dense_constant, dense_slope), 0.0)
+        value = tl.where(
+            lanes < valid, _term(x, r, dense_shift, dense_constant, dense_slope, EXACT), 0.0
+        )
         tl.store(out, value.to(gradient.dtype.element_ty), mask=lanes < columns)
     else:
         tl.store(out, tl.zeros((BLOCK,), gradient.dtype.element_ty), mask=lanes < columns)
