@@ -560,7 +560,9 @@ def _normalisers(
     if every_row or free:
         full_weighted = "entropy" in request.wanted or (weighted and free)
         rows = None if every_row else plan.host_unrestricted
-        stats.append(kernels.full_stats(logits, plan, temperature, full_weighted, rows))
+        stats.append(
+            kernels.full_stats(logits, plan, temperature, full_weighted, rows, support.maximum)
+        )
     stats, target = _over_shards(stats, target, plan.parallel.tp_group)
     if free:  # after the sums, whose order may differ: such a row's support mass is exactly 1
         stats[0] = where_rows(plan.unrestricted, stats[1], stats[0])

@@ -90,6 +90,7 @@ class ScoreKernels(Protocol):
         temperature: Temperature,
         weighted: bool,
         rows: BoolArray | None,
+        floor: Tensor,
     ) -> RowStats: ...
 
     def logits_gradient(

@@ -67,12 +67,14 @@ def full_stats(
     temperature: Temperature,
     weighted: bool,
     rows: BoolArray | None,
+    floor: Float[Tensor, " R"],
 ) -> RowStats:
     """Statistics of rows over all valid columns of this shard: one read of each row.
 
     Args:
         rows: host bool `[R]`, which rows to read; None for all. The others get those of no
             columns.
+        floor: the maximum over some columns, which a backend may use as a hint; not this one.
     """
     dtype = accumulator(logits.dtype)
     maximum = logits.new_full((plan.num_rows,), -torch.inf, dtype=dtype)

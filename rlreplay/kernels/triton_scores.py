@@ -37,8 +37,8 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _UNDERFLOW = tl.constexpr(-1000.0)
 # Sums relative to a maximum of some columns are taken for good in this range; else they are redone
 # relative to the row's own maximum. The more terms lie far above 1, the more digits cancel in the
-# scores: the upper bound is on the mean term of a lane, e^3.
-_LEAST, _MOST = tl.constexpr(1e-20), tl.constexpr(20.0)
+# scores: the upper bound is on the mean term of a lane.
+_LEAST, _MOST = tl.constexpr(1e-20), tl.constexpr(2.0)
 
 # Fixed: the order of a row's sums shall not depend on the batch.
 _SUPPORT_BLOCK, _SUPPORT_WARPS = 512, 4
@@ -78,11 +78,13 @@ def full_stats(
     temperature: Temperature,
     weighted: bool,
     rows: BoolArray | None,
+    floor: Float[Tensor, " R"],
 ) -> RowStats:
     """As `torch_scores.full_stats`: one read of a row, one program a row.
 
     Args:
         rows: None for all rows; otherwise exactly the unrestricted ones are read.
+        floor: the maxima over the supports, where the rows' maxima nearly always are.
     """
     stats = _new_stats(logits, plan, weighted)
     if plan.num_rows == 0:
@@ -93,9 +95,8 @@ def full_stats(
         logits.stride(0),
         plan.shard.valid,
         plan.rows,
-        plan.ids,
-        plan.targets,
         plan.unrestricted,
+        floor,
         *_inverse_temperature(temperature, stats.maximum),
         stats.maximum,
         stats.total,
@@ -347,9 +348,8 @@ def _full_kernel(
     stride,
     valid,
     rows,
-    ids,
-    targets,
     unrestricted,
+    floor,
     inverse_temperatures,
     inverse_temperature,
     maximum,
@@ -361,12 +361,12 @@ def _full_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row, read once: sums by lane relative to the maximum of its first block and its target.
+    """One row, read once: sums by lane relative to the maximum of its first block and its support.
 
     That maximum is a shift like any other: it spares the loop the running maximum, its reductions
-    and their barriers. A sampled token is seldom far below the row's maximum. In the rare row where
-    the sums leave a safe range (a far larger logit elsewhere, nothing but -inf at first, -inf or
-    NaN anywhere), they are redone relative to the row's maximum.
+    and their barriers. In the rare row where the sums leave a safe range (far larger logits
+    elsewhere, nothing but -inf at first, -inf or NaN anywhere), they are redone relative to the
+    row's maximum.
     """
     acc = maximum.dtype.element_ty
     EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
@@ -380,10 +380,7 @@ def _full_kernel(
     done = blocks * BLOCK
 
     head = tl.load(row + lanes, mask=lanes < valid, other=float("-inf")).to(acc) * inverse
-    position = tl.load(targets + r)
-    column = tl.load(ids + position, mask=position >= 0, other=0)
-    y = tl.load(row + column, mask=position >= 0, other=float("-inf")).to(acc) * inverse
-    shift = tl.maximum(tl.max(head, axis=0), y)
+    shift = tl.maximum(tl.max(head, axis=0), tl.load(floor + r))
     s = tl.zeros((BLOCK,), acc)
     w = tl.zeros((BLOCK,), acc)
     for block in tl.range(0, blocks, num_stages=STAGES):

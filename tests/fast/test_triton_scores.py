@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,8 +24,6 @@ with pytest.MonkeyPatch.context() as _patch:
             pytest.skip(reason, allow_module_level=True)
     _patch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="needs triton (pip install triton)")
-    from triton.runtime import interpreter
-
     from rlreplay.kernels import triton_scores
 
 from rlreplay import BackendError, score_logits  # noqa: E402
@@ -37,17 +33,10 @@ from tests.kernel_checks import KernelTests  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
-def _fused_multiply_add(x: Any, y: Any, z: Any) -> Any:
-    """As on a GPU: rounded once. Triton's interpreter rounds the product, and then the sum."""
-    wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data
-    return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
-
-
 @pytest.fixture(autouse=True)
 def _interpreter_with_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a row of a few hundred columns is several blocks."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(interpreter.interpreter_builder, "create_fma", _fused_multiply_add)
     monkeypatch.setattr(triton_scores, "_full_configuration", lambda logits: (64, 1, 1))
     monkeypatch.setattr(triton_scores, "_gradient_configuration", lambda logits: (128, 1))
 
