@@ -30,6 +30,8 @@ from rlreplay.sampling_mask import (
     check_ids_below,
     frozen,
     integer_array,
+    offsets_of,
+    row_at,
 )
 
 OnMissingToken = Literal["raise", "include"]
@@ -530,8 +532,8 @@ def _in_sample(error: ReplayError, layout: RowLayout) -> ReplayError:
     """An error at a row of the whole batch, told as sample and row."""
     if error.row is None:
         return error
-    starts = np.concatenate([[0], np.cumsum(layout.response_lengths)])
-    sample = int(np.searchsorted(starts, error.row, side="right")) - 1
+    starts = offsets_of(layout.response_lengths)
+    sample = row_at(starts, error.row)
     return error.located(sample=sample, row=error.row - int(starts[sample]))
 
 
@@ -548,7 +550,7 @@ def _fingerprint(
 
 def _rows_in_batch(layout: RowLayout) -> IntArray:
     """int64 `[R]`: this rank's rows among the rows of all whole responses."""
-    starts = np.concatenate([[0], np.cumsum(layout.response_lengths)]).tolist()
+    starts = offsets_of(layout.response_lengths).tolist()
     runs = (
         np.arange(start + span.response_index, start + span.response_index + span.length)
         for start, spans in zip(starts[:-1], layout.spans, strict=True)
@@ -567,7 +569,7 @@ def _shard_supports(
     if shard.start == 0 and shard.valid > mask.max_id:
         return mask.ids, mask.offsets, targets
     local, here = shard.to_local(mask.ids)
-    kept_before = np.concatenate([[0], np.cumsum(here)])
+    kept_before = offsets_of(here)
     on_shard = np.where(here[targets], kept_before[targets], -1)
     return local[here].astype(np.int32), kept_before[mask.offsets], on_shard
 
