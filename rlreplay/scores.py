@@ -377,7 +377,7 @@ def _gradient(
         plan,
         request.temperature,
         coefficients,
-        plan.host_unrestricted | (not FULL_SCORES.isdisjoint(given)),
+        plan.host_unrestricted if FULL_SCORES.isdisjoint(given) else None,
         logits.detach() if request.inplace_backward else None,
     )
 

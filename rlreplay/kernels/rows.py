@@ -10,7 +10,7 @@ of -inf count nothing.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Bool, Float
@@ -39,29 +39,28 @@ class RowStats(NamedTuple):
 
 
 class GradientTerm(NamedTuple):
-    """A gradient of the form exp(x_j - shift) * (constant + slope * (x_j - shift)).
+    """The values exp(d_j) * (constant + slope * (d_j - mean)), with d_j = x_j - shift.
 
-    Every score's gradient but the [j = y] part has this form. The coefficients hold the
-    normaliser and 1 / temperature. `slope` is None where it is zero in all rows.
+    The gradient of every score, but for its [j = y] part, is minus such a term. The coefficients
+    hold the normaliser and 1 / temperature.
     """
 
     shift: Float[Tensor, " R"]
-    constant: Float[Tensor, " R"]
+    constant: Float[Tensor, " R"] | None
     slope: Float[Tensor, " R"] | None
-
-    def at(self, index: Any) -> GradientTerm:
-        """The coefficients of some rows; `index` is what a tensor of rows takes."""
-        slope = None if self.slope is None else self.slope[index]
-        return GradientTerm(self.shift[index], self.constant[index], slope)
+    """None where it is zero in all rows, as is the constant; then so is `mean`."""
+    mean: Float[Tensor, " R"] | None
 
     def zero_where(self, rows: Bool[Tensor, " R"]) -> GradientTerm:
         """The term, gone from the rows where `rows` is true."""
+        constant = None if self.constant is None else self.constant.masked_fill(rows, 0.0)
         slope = None if self.slope is None else self.slope.masked_fill(rows, 0.0)
-        return GradientTerm(self.shift, self.constant.masked_fill(rows, 0.0), slope)
+        return self._replace(constant=constant, slope=slope)
 
 
 class GradientCoefficients(NamedTuple):
-    """The logits' gradient: a dense term, a term on the support, a term at the sampled token.
+    """The logits' gradient: an amount at the sampled token, less a term on the support and a dense
+    term.
 
     A term is None where no row has it: zero coefficients would not do, since 0 * NaN is NaN.
     """
@@ -99,6 +98,6 @@ class ScoreKernels(Protocol):
         plan: ReplayPlan,
         temperature: Temperature,
         coefficients: GradientCoefficients,
-        dense_rows: BoolArray,
+        rows: BoolArray | None,
         out: Tensor | None = None,
     ) -> Tensor: ...

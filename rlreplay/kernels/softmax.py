@@ -88,11 +88,13 @@ def gradient_coefficients(
         unrestricted: rows whose support is the vocabulary, so that their terms are dense and
             their mass is 1; None where there are none.
     """
+    if not isinstance(temperature, float) or temperature != 1.0:
+        grads = {name: grad * (1 / temperature) for name, grad in grads.items()}
     on_support, on_vocab = grads.get("log_probs"), grads.get("full_log_probs")
     mass, support_entropy = grads.get("log_support_mass"), grads.get("support_entropy")
     sparse = dense = None
     if any(grad is not None for grad in (on_support, mass, support_entropy)):
-        sparse = _term(support, _minus(mass, on_support), support_entropy, temperature)
+        sparse = _term(support, _minus(on_support, mass), support_entropy)
     if full is not None and (unrestricted is not None or not FULL_SCORES.isdisjoint(grads)):
         leaving = mass
         entropy = grads.get("entropy")
@@ -100,44 +102,24 @@ def gradient_coefficients(
             sparse = None if sparse is None else sparse.zero_where(unrestricted)
             leaving = _choose(unrestricted, on_support, mass)
             entropy = _sum(entropy, _choose(unrestricted, support_entropy, None))
-        dense = _term(full, _minus(None, _sum(on_vocab, leaving)), entropy, temperature)
+        dense = _term(full, _sum(on_vocab, leaving), entropy)
     amount = _sum(on_support, on_vocab)
     return GradientCoefficients(
-        dense,
-        sparse,
-        torch.zeros_like(support.total) if amount is None else _divided(amount, temperature),
+        dense, sparse, torch.zeros_like(support.total) if amount is None else amount
     )
 
 
-def _term(
-    normaliser: Normaliser,
-    constant: Tensor | None,
-    entropy: Tensor | None,
-    temperature: Temperature,
-) -> GradientTerm:
-    """The term of p_j (a + b (log p_j + H)), a = `constant` and b = -`entropy` (None is zero).
+def _term(normaliser: Normaliser, constant: Tensor | None, entropy: Tensor | None) -> GradientTerm:
+    """The term of p_j (constant + entropy (log p_j + H)); None is zero.
 
-    With d = x_j - maximum: p_j = exp(d) / total and log p_j + H = d - mean, so it is
-    exp(d) (A + B d) with A = (a - b mean) / total and B = b / total.
+    With d = x_j - maximum: p_j = exp(d) / total and log p_j + H = d - mean. A lone id has a total
+    of exactly 1, so its term and its target's amount cancel exactly.
     """
-    # a lone id has a total of exactly 1: its term and its target's amount cancel exactly
-    scale = _divided(normaliser.total.reciprocal(), temperature)
-    if entropy is None:
-        if constant is None:
-            constant = torch.zeros_like(normaliser.total)
-        return GradientTerm(normaliser.maximum, constant * scale, None)
-    assert normaliser.mean is not None
-    slope = -entropy * scale
-    shifted = -slope * normaliser.mean
     if constant is not None:
-        shifted = constant * scale + shifted
-    return GradientTerm(normaliser.maximum, shifted, slope)
-
-
-def _divided(values: Tensor, temperature: Temperature) -> Tensor:
-    if isinstance(temperature, float) and temperature == 1.0:
-        return values
-    return values * (1 / temperature)
+        constant = constant / normaliser.total
+    if entropy is None:
+        return GradientTerm(normaliser.maximum, constant, None, None)
+    return GradientTerm(normaliser.maximum, constant, entropy / normaliser.total, normaliser.mean)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,43 +99,74 @@ def logits_gradient(
     plan: ReplayPlan,
     temperature: Temperature,
     coefficients: GradientCoefficients,
-    dense_rows: BoolArray,
+    rows: BoolArray | None,
     out: Float[Tensor, "T V"] | None = None,
 ) -> Float[Tensor, "T V"]:
     """The gradient of the logits, in their type, rounded once.
 
     Args:
-        dense_rows: host bool `[R]`, the rows whose dense term is not zero.
+        rows: host bool `[R]`, which rows have a dense term; None for all.
         out: None; this backend writes to memory of its own.
     """
     assert out is None
-    whole = bool(dense_rows.all())
+    on_support, dense_term = _Line.of(coefficients.support), _Line.of(coefficients.dense)
+    whole = rows is None or bool(rows.all())
     if whole:
         gradient = _zeros_but_for_rows(logits, plan)
     else:
         gradient = torch.zeros_like(logits, memory_format=torch.contiguous_format)
     for part in _id_chunks(plan):
         x = _support_logits(logits, plan, part, temperature)
-        if coefficients.support is None:
+        if on_support is None:
             values = torch.zeros_like(x)
         else:
-            values = _term(x, coefficients.support.at(part.rows).at(part.row_of_id))
+            values = on_support.at(part.rows).at(part.row_of_id).gradient(x)
         values = part.added_at_targets(values, coefficients.target[part.rows])
         columns = part.ids.long()
         if not whole:
-            rows = plan.rows[part.rows][part.row_of_id]
-            gradient.index_put_((rows, columns), values.to(gradient.dtype))
-        if coefficients.dense is None:
+            where = (plan.rows[part.rows][part.row_of_id], columns)
+            gradient.index_put_(where, values.to(gradient.dtype))
+        if dense_term is None:
             continue
-        chunks = _row_chunks(logits, plan, temperature, dense_rows, part.rows)
+        chunks = _row_chunks(logits, plan, temperature, rows, part.rows)
         for first, last, chunk in chunks:
-            dense = _term(chunk, coefficients.dense.at((slice(first, last), None)))
+            dense = dense_term.at((slice(first, last), None)).gradient(chunk)
             a, b = part.id_range(plan, first, last)
             where = (part.row_of_id[a:b] - (first - part.rows.start), columns[a:b])
             # ids are unique in a row, so nothing is added twice
             dense.index_put_(where, dense[where] + values[a:b])
             _write_rows(gradient, plan, first, last, dense)
     return gradient
+
+
+class _Line(NamedTuple):
+    """Minus a `GradientTerm` as exp(d) * (constant + slope * d): one operation less an entry."""
+
+    shift: Tensor
+    constant: Tensor
+    slope: Tensor | None
+
+    @classmethod
+    def of(cls, term: GradientTerm | None) -> _Line | None:
+        if term is None:
+            return None
+        constant = torch.zeros_like(term.shift) if term.constant is None else term.constant
+        if term.slope is None or term.mean is None:
+            return cls(term.shift, -constant, None)
+        return cls(term.shift, term.slope * term.mean - constant, -term.slope)
+
+    def at(self, index: Any) -> _Line:
+        """The coefficients of some rows; `index` is what a tensor of rows takes."""
+        slope = None if self.slope is None else self.slope[index]
+        return _Line(self.shift[index], self.constant[index], slope)
+
+    def gradient(self, x: Tensor) -> Tensor:
+        """The values at x, as a new tensor."""
+        shifted = (x - self.shift).clamp_min_(UNDERFLOW)
+        weights = shifted.exp()
+        if self.slope is None:
+            return weights.mul_(self.constant)
+        return weights.mul_(shifted.mul_(self.slope).add_(self.constant))
 
 
 class _Ids(NamedTuple):
@@ -201,15 +232,6 @@ def _id_chunks(plan: ReplayPlan) -> Iterator[_Ids]:
             torch.where(targets >= 0, targets - a, b - a),
         )
         first = last
-
-
-def _term(x: Tensor, term: GradientTerm) -> Tensor:
-    """The gradient term at x, as a new tensor."""
-    shifted = (x - term.shift).clamp_min_(UNDERFLOW)
-    weights = shifted.exp()
-    if term.slope is None:
-        return weights.mul_(term.constant)
-    return weights.mul_(shifted.mul_(term.slope).add_(term.constant))
 
 
 def _support_logits(

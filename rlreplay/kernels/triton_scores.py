@@ -3,17 +3,18 @@
 The same three functions as in `torch_scores`, with the same meaning. Shapes: `T` logits rows and
 `V` columns of this shard, `R` response rows, `N` support ids on this shard; e bytes a logit.
 
-| kernel | bytes moved | order of a row's sums |
+| kernel | bytes moved | a row's sums |
 |---|---|---|
-| `_support_kernel` | 36 N: a 32-byte sector for each gathered logit, and the ids | blocks of ids |
+| `_support_kernel` | 36 N: an id, a 32-byte sector of logits | lanes over the ids, then a tree |
 | `_full_kernel` | e R V | lanes over the columns, then a tree |
-| `_support_gradient_kernel` | (36 + e) N | no sums |
-| `_dense_gradient_kernel` | e (R + T) V: scored rows are read, all are written | no sums |
-| `_scatter_kernel` | (36 + e) N | no sums |
+| `_dense_gradient_kernel` | e (R + T) V: scored rows are read, all are written | |
+| `_support_gradient_kernel` | 68 N: an id, a sector read, a sector written | |
+| `_scatter_kernel` | (36 + e) N, for the in-place backward | |
 
 No atomics, and a row's work is cut up by V alone: the results are the same bit for bit from run to
 run and whatever other rows are in the call. Offsets into the logits are 64-bit. Arithmetic is in
-float32 (float64 for float64), temperature included. The compiler may not fuse multiplications with
+float32 (float64 for float64), temperature included; the trees, and lanes where one term can be far
+above the others, sum in float64. The compiler may not fuse multiplications with
 additions (`enable_fp_fusion=False`): x = logit * (1 / temperature) has to be the same number in
 every kernel, so that a lone id's log-prob and gradient are exactly 0.
 """
@@ -30,16 +31,6 @@ from rlreplay.kernels.rows import GradientCoefficients, RowStats, Temperature, a
 from rlreplay.plan import ReplayPlan
 from rlreplay.sampling_mask import BoolArray
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LOG2_E_LOW = tl.constexpr(1.9259629911266175e-08)  # log2(e) less its nearest float32
-_LN_2 = tl.constexpr(0.6931471805599453)
-# An exponent whose exp is exactly 0, in place of -inf: the products 0 * -inf would be NaN.
-_UNDERFLOW = tl.constexpr(-1000.0)
-# Sums relative to a maximum of some columns are taken for good in this range; else they are redone
-# relative to the row's own maximum. The more terms lie far above 1, the more digits cancel in the
-# scores: the upper bound is on the mean term of a lane.
-_LEAST, _MOST = tl.constexpr(1e-20), tl.constexpr(2.0)
-
 # Fixed: the order of a row's sums shall not depend on the batch.
 _SUPPORT_BLOCK, _SUPPORT_WARPS = 512, 4
 
@@ -48,8 +39,7 @@ def support_stats(
     logits: Float[Tensor, "T V"], plan: ReplayPlan, temperature: Temperature, weighted: bool
 ) -> tuple[RowStats, Float[Tensor, " R"]]:
     """As `torch_scores.support_stats`: O(N), one small program a row."""
-    stats = _new_stats(logits, plan, weighted)
-    target = torch.empty_like(stats.maximum)
+    stats, target = _new_stats(logits, plan, weighted)
     if plan.num_rows:
         _support_kernel[(plan.num_rows,)](
             logits,
@@ -86,7 +76,7 @@ def full_stats(
         rows: None for all rows; otherwise exactly the unrestricted ones are read.
         floor: the maxima over the supports, where the rows' maxima nearly always are.
     """
-    stats = _new_stats(logits, plan, weighted)
+    stats, _ = _new_stats(logits, plan, weighted)
     if plan.num_rows == 0:
         return stats
     block, warps, stages = _full_configuration(logits)
@@ -117,26 +107,32 @@ def logits_gradient(
     plan: ReplayPlan,
     temperature: Temperature,
     coefficients: GradientCoefficients,
-    dense_rows: BoolArray,
+    rows: BoolArray | None,
     out: Float[Tensor, "T V"] | None = None,
 ) -> Float[Tensor, "T V"]:
     """As `torch_scores.logits_gradient`, into `out` where given, which may be `logits`.
 
-    The support's gradient is computed first, while the logits are whole; then the dense term of
-    all rows is written (a zero fill where there is none), and the support's entries over it.
+    The dense term of all rows is written (a zero fill where there is none), and the support's
+    entries over it. Where that overwrites the logits, these entries are computed before.
 
     Args:
-        dense_rows: all rows, or exactly the unrestricted ones.
+        rows: None for all, or exactly the unrestricted ones.
     """
-    values = _support_gradient(logits, plan, temperature, coefficients, dense_rows)
+    arguments = (logits, plan, temperature, coefficients, rows)
+    values = None
+    if out is not None:
+        values = torch.empty(plan.num_ids, dtype=logits.dtype, device=logits.device)
+        _write_support(*arguments, values)
     if coefficients.dense is not None:
         gradient = torch.empty_like(logits, memory_format=_CONTIGUOUS) if out is None else out
-        _write_dense(logits, plan, temperature, coefficients, dense_rows, gradient)
+        _write_dense(*arguments, gradient)
     elif out is None:
         gradient = torch.zeros_like(logits, memory_format=_CONTIGUOUS)
     else:
         gradient = out.zero_()
-    if plan.num_ids:
+    if values is None:
+        _write_support(*arguments, gradient)
+    elif plan.num_ids:
         _scatter_kernel[(plan.num_rows,)](
             gradient,
             gradient.stride(0),
@@ -153,40 +149,44 @@ def logits_gradient(
 _CONTIGUOUS = torch.contiguous_format
 
 
-def _support_gradient(
+def _write_support(
     logits: Tensor,
     plan: ReplayPlan,
     temperature: Temperature,
     coefficients: GradientCoefficients,
-    dense_rows: BoolArray,
-) -> Tensor:
-    """The whole gradient `[N]` at the support's entries, in the logits' type."""
-    values = torch.empty(plan.num_ids, dtype=logits.dtype, device=logits.device)
+    rows: BoolArray | None,
+    out: Tensor,
+) -> None:
+    """The whole gradient at the support's entries: `[N]`, or to its places in a gradient."""
     if plan.num_ids == 0:
-        return values
+        return
     support, dense = coefficients.support, coefficients.dense
     _support_gradient_kernel[(plan.num_rows,)](
         logits,
         logits.stride(0),
+        out,
+        out.stride(0),
         plan.rows,
         plan.offsets,
         plan.ids,
         plan.targets,
         plan.unrestricted,
         *_inverse_temperature(temperature, coefficients.target),
-        *(support or (None, None, None)),
-        *(dense or (None, None, None)),
+        *(support or _NO_TERM),
+        *(dense or _NO_TERM),
         coefficients.target,
-        values,
         PER_ROW=_per_row(temperature, coefficients.target),
-        ALL_DENSE=bool(dense_rows.all()),
+        TO_ROWS=out.dim() == 2,
+        ALL_DENSE=rows is None,
         HAS_SUPPORT=support is not None,
         HAS_DENSE=dense is not None,
         BLOCK=_SUPPORT_BLOCK,
         num_warps=_SUPPORT_WARPS,
         enable_fp_fusion=False,
     )
-    return values
+
+
+_NO_TERM = (None, None, None, None)
 
 
 def _write_dense(
@@ -194,7 +194,7 @@ def _write_dense(
     plan: ReplayPlan,
     temperature: Temperature,
     coefficients: GradientCoefficients,
-    dense_rows: BoolArray,
+    rows: BoolArray | None,
     gradient: Tensor,
 ) -> None:
     """The dense term of every row that has one, zeros in the others and past the vocabulary."""
@@ -219,18 +219,19 @@ def _write_dense(
         *_inverse_temperature(temperature, dense.shift),
         *dense,
         PER_ROW=_per_row(temperature, dense.shift),
-        ALL_DENSE=bool(dense_rows.all()),
+        ALL_DENSE=rows is None,
         BLOCK=block,
         num_warps=warps,
         enable_fp_fusion=False,
     )
 
 
-def _new_stats(logits: Tensor, plan: ReplayPlan, weighted: bool) -> RowStats:
-    maximum = torch.empty(plan.num_rows, dtype=accumulator(logits.dtype), device=logits.device)
-    return RowStats(
-        maximum, torch.empty_like(maximum), torch.empty_like(maximum) if weighted else None
-    )
+def _new_stats(logits: Tensor, plan: ReplayPlan, weighted: bool) -> tuple[RowStats, Tensor]:
+    """Memory for a row's statistics and its target, in one piece."""
+    shape = (4 if weighted else 3, plan.num_rows)
+    memory = torch.empty(shape, dtype=accumulator(logits.dtype), device=logits.device)
+    maximum, total, target, *rest = memory.unbind()
+    return RowStats(maximum, total, rest[0] if rest else None), target
 
 
 def _per_row(temperature: Temperature, like: Tensor) -> bool:
@@ -273,14 +274,24 @@ def _exp(d, EXACT: tl.constexpr):
 
     16-bit logits are not, and there the three operations more would cost bandwidth.
     """
+    # not globals, which are compared again at every launch
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    LOG2_E_LOW: tl.constexpr = 1.9259629911266175e-08  # log2(e) less its nearest float32
+    LN_2: tl.constexpr = 0.6931471805599453
     if EXACT:
-        d = tl.where(d < _UNDERFLOW, _UNDERFLOW, d)  # -inf would make the correction NaN
-        exponent = d * _LOG2_E
-        missing = tl.fma(d, tl.full(d.shape, _LOG2_E, d.dtype), -exponent) + d * _LOG2_E_LOW
+        d = tl.where(d < -1000.0, -1000.0, d)  # -inf would make the correction NaN
+        exponent = d * LOG2_E
+        missing = tl.fma(d, tl.full(d.shape, LOG2_E, d.dtype), -exponent) + d * LOG2_E_LOW
         value = tl.exp2(exponent)
-        return value + value * (missing * _LN_2)
+        return value + value * (missing * LN_2)
     else:
-        return tl.exp2(d * _LOG2_E)
+        return tl.exp2(d * LOG2_E)
+
+
+@triton.jit
+def _finite(d):
+    """d, or where that is -inf an exponent whose exp is exactly 0: 0 * -inf would be NaN."""
+    return tl.maximum(d, -1000.0)
 
 
 @triton.jit
@@ -320,8 +331,8 @@ def _support_kernel(
     m = tl.max(top, axis=0)
     shift = tl.where(m == float("-inf"), 0.0, m)
 
-    s = tl.zeros((BLOCK,), acc)
-    w = tl.zeros((BLOCK,), acc)
+    s = tl.zeros((BLOCK,), tl.float64)
+    w = tl.zeros((BLOCK,), tl.float64)
     for start in range(first, last, BLOCK):
         here = start + lanes < last
         columns = tl.load(ids + start + lanes, mask=here, other=0)
@@ -330,7 +341,7 @@ def _support_kernel(
         e = _exp(d, EXACT)
         s += e
         if WEIGHTED:
-            w += e * tl.maximum(d, _UNDERFLOW)
+            w += e * _finite(d)
     tl.store(maximum + r, m)
     tl.store(total + r, tl.sum(s, axis=0))
     if WEIGHTED:
@@ -396,10 +407,12 @@ def _full_kernel(
     if WEIGHTED:
         w += tl.where(rest, e * d, 0.0)
     m = shift
-    row_total = tl.sum(s, axis=0)
-    row_weighted = tl.sum(w, axis=0)
+    row_total = tl.sum(s.to(tl.float64), axis=0)
+    row_weighted = tl.sum(w.to(tl.float64), axis=0)
+    # The more terms lie far above 1, the more digits cancel in the scores: the upper bound is on
+    # the mean term of a lane.
     peak = tl.max(s, axis=0)
-    safe = (row_total > _LEAST) & (peak < _MOST * (blocks + 1)) & (row_weighted == row_weighted)
+    safe = (row_total > 1e-20) & (peak < 2.0 * (blocks + 1)) & (row_weighted == row_weighted)
 
     if not safe:
         top = tl.full((BLOCK,), float("-inf"), acc)
@@ -409,17 +422,19 @@ def _full_kernel(
             top = tl.maximum(top, x)
         m = tl.max(top, axis=0)
         shift = tl.where(m == float("-inf"), 0.0, m)
-        s = tl.zeros((BLOCK,), acc)
-        w = tl.zeros((BLOCK,), acc)
-        for start in range(0, valid, BLOCK):
-            here = start + lanes < valid
-            x = tl.load(row + start + lanes, mask=here, other=float("-inf")).to(acc) * inverse
+        # one term may be far above the others of its lane, which float32 would cut short
+        few = tl.arange(0, BLOCK // 4)
+        total_few = tl.zeros((BLOCK // 4,), tl.float64)
+        weighted_few = tl.zeros((BLOCK // 4,), tl.float64)
+        for start in range(0, valid, BLOCK // 4):
+            here = start + few < valid
+            x = tl.load(row + start + few, mask=here, other=float("-inf")).to(acc) * inverse
             e = _exp(x - shift, EXACT)
-            s += e
+            total_few += e
             if WEIGHTED:
-                w += e * tl.maximum(x - shift, _UNDERFLOW)
-        row_total = tl.sum(s, axis=0)
-        row_weighted = tl.sum(w, axis=0)
+                weighted_few += e * _finite(x - shift)
+        row_total = tl.sum(total_few, axis=0)
+        row_weighted = tl.sum(weighted_few, axis=0)
 
     tl.store(maximum + r, m)
     tl.store(total + r, row_total)
@@ -428,20 +443,24 @@ def _full_kernel(
 
 
 @triton.jit
-def _term(x, r, shift, constant, slope, EXACT: tl.constexpr):
-    """exp(x - shift) (constant + slope (x - shift)) with the coefficients of row r."""
+def _term(x, r, shift, constant, slope, mean, EXACT: tl.constexpr):
+    """The values of a `GradientTerm` at x, with the coefficients of row r."""
     d = x - tl.load(shift + r)
     e = _exp(d, EXACT)
-    if slope is None:
-        return e * tl.load(constant + r)
-    else:
-        return e * (tl.load(constant + r) + tl.load(slope + r) * tl.maximum(d, _UNDERFLOW))
+    factor = 0.0
+    if constant is not None:
+        factor += tl.load(constant + r)
+    if slope is not None:
+        factor += tl.load(slope + r) * (_finite(d) - tl.load(mean + r))
+    return e * factor
 
 
 @triton.jit
 def _support_gradient_kernel(
     logits,
     stride,
+    out,
+    out_stride,
     rows,
     offsets,
     ids,
@@ -452,22 +471,25 @@ def _support_gradient_kernel(
     support_shift,
     support_constant,
     support_slope,
+    support_mean,
     dense_shift,
     dense_constant,
     dense_slope,
+    dense_mean,
     target,
-    values,
     PER_ROW: tl.constexpr,
+    TO_ROWS: tl.constexpr,
     ALL_DENSE: tl.constexpr,
     HAS_SUPPORT: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: the sum of all terms at its ids."""
+    """One row: the whole gradient at its ids, to its places in `out` or one after another."""
     acc = target.dtype.element_ty
     EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
     r = tl.program_id(0)
-    row = logits + tl.load(rows + r) * stride
+    t = tl.load(rows + r)
+    row = logits + t * stride
     first = tl.load(offsets + r)
     last = tl.load(offsets + r + 1)
     position = tl.load(targets + r)
@@ -484,11 +506,14 @@ def _support_gradient_kernel(
         x = tl.load(row + columns, mask=here, other=0.0).to(acc) * inverse
         gradient = tl.where(at == position, amount, 0.0).to(acc)
         if HAS_SUPPORT:
-            gradient += _term(x, r, support_shift, support_constant, support_slope, EXACT)
+            gradient -= _term(
+                x, r, support_shift, support_constant, support_slope, support_mean, EXACT
+            )
         if HAS_DENSE:
-            dense = _term(x, r, dense_shift, dense_constant, dense_slope, EXACT)
-            gradient += tl.where(is_dense, dense, 0.0)
-        tl.store(values + at, gradient.to(values.dtype.element_ty), mask=here)
+            dense = _term(x, r, dense_shift, dense_constant, dense_slope, dense_mean, EXACT)
+            gradient -= tl.where(is_dense, dense, 0.0)
+        places = out + t * out_stride + columns if TO_ROWS else out + at
+        tl.store(places, gradient.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -508,6 +533,7 @@ def _dense_gradient_kernel(
     dense_shift,
     dense_constant,
     dense_slope,
+    dense_mean,
     PER_ROW: tl.constexpr,
     ALL_DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -526,9 +552,8 @@ def _dense_gradient_kernel(
         inverse = _load_inverse_temperature(inverse_temperatures, inverse_temperature, r, PER_ROW)
         row = logits + t.to(tl.int64) * stride
         x = tl.load(row + lanes, mask=lanes < valid, other=float("-inf")).to(acc) * inverse
-        value = tl.where(
-            lanes < valid, _term(x, r, dense_shift, dense_constant, dense_slope, EXACT), 0.0
-        )
+        term = _term(x, r, dense_shift, dense_constant, dense_slope, dense_mean, EXACT)
+        value = tl.where(lanes < valid, -term, 0.0)
         tl.store(out, value.to(gradient.dtype.element_ty), mask=lanes < columns)
     else:
         tl.store(out, tl.zeros((BLOCK,), gradient.dtype.element_ty), mask=lanes < columns)
