@@ -6,8 +6,9 @@
 All paths score the same 4,096 rows in one run. Times are medians by CUDA events, with the L2 cache
 flushed before each call, in three ways: eager on an idle GPU (which waits for the launches from
 Python), eager behind other GPU work, as the loss stands behind the model in a training step
-(launches are hidden as far as they can be), and as the replay of a CUDA graph (GPU time alone). Peak memory is what a call allocates over what was there, gradient included. The gradient
-error is the largest against float64, relative to the largest gradient, on 64 of the rows.
+(launches are hidden as far as they can be), and as the replay of a CUDA graph (GPU time alone).
+Peak memory is what a call allocates over what was there, gradient included. The gradient error is
+the largest against float64, relative to the largest gradient, on 64 of the rows.
 
 Each peer is treated kindly: its dense mask is there before the clock starts, its rows need no
 gathering, and it may overwrite its input where it does so. Peers that can't run are listed with the

@@ -354,6 +354,35 @@ def _support_kernel(
 
 
 @triton.jit
+def _stats_again(
+    row, valid, inverse, WEIGHTED: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A row's maximum, and its sums relative to it, by two reads.
+
+    One term may be far above the others of its lane, which float32 would cut short.
+    """
+    acc = inverse.dtype
+    lanes = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), float("-inf"), acc)
+    for start in range(0, valid, BLOCK):
+        here = start + lanes < valid
+        x = tl.load(row + start + lanes, mask=here, other=float("-inf")).to(acc) * inverse
+        top = tl.maximum(top, x)
+    m = tl.max(top, axis=0)
+    shift = tl.where(m == float("-inf"), 0.0, m)
+    s = tl.zeros((BLOCK,), tl.float64)
+    w = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, valid, BLOCK):
+        here = start + lanes < valid
+        d = tl.load(row + start + lanes, mask=here, other=float("-inf")).to(acc) * inverse - shift
+        e = _exp(d, EXACT)
+        s += e
+        if WEIGHTED:
+            w += e * _finite(d)
+    return m, tl.sum(s, axis=0), tl.sum(w, axis=0)
+
+
+@triton.jit
 def _full_kernel(
     logits,
     stride,
@@ -415,26 +444,7 @@ def _full_kernel(
     safe = (row_total > 1e-20) & (peak < 2.0 * (blocks + 1)) & (row_weighted == row_weighted)
 
     if not safe:
-        top = tl.full((BLOCK,), float("-inf"), acc)
-        for start in range(0, valid, BLOCK):
-            here = start + lanes < valid
-            x = tl.load(row + start + lanes, mask=here, other=float("-inf")).to(acc) * inverse
-            top = tl.maximum(top, x)
-        m = tl.max(top, axis=0)
-        shift = tl.where(m == float("-inf"), 0.0, m)
-        # one term may be far above the others of its lane, which float32 would cut short
-        few = tl.arange(0, BLOCK // 4)
-        total_few = tl.zeros((BLOCK // 4,), tl.float64)
-        weighted_few = tl.zeros((BLOCK // 4,), tl.float64)
-        for start in range(0, valid, BLOCK // 4):
-            here = start + few < valid
-            x = tl.load(row + start + few, mask=here, other=float("-inf")).to(acc) * inverse
-            e = _exp(x - shift, EXACT)
-            total_few += e
-            if WEIGHTED:
-                weighted_few += e * _finite(x - shift)
-        row_total = tl.sum(total_few, axis=0)
-        row_weighted = tl.sum(weighted_few, axis=0)
+        m, row_total, row_weighted = _stats_again(row, valid, inverse, WEIGHTED, EXACT, BLOCK // 4)
 
     tl.store(maximum + r, m)
     tl.store(total + r, row_total)
