@@ -354,6 +354,12 @@ def _support_kernel(
 
 
 @triton.jit
+def _by_fours(values, BLOCK: tl.constexpr):
+    """Sums of four lanes each, in float64: what a thread holds, so they cost little."""
+    return tl.sum(tl.reshape(values, (BLOCK // 4, 4)), axis=1).to(tl.float64)
+
+
+@triton.jit
 def _stats_again(
     row, valid, inverse, WEIGHTED: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -370,15 +376,15 @@ def _stats_again(
         top = tl.maximum(top, x)
     m = tl.max(top, axis=0)
     shift = tl.where(m == float("-inf"), 0.0, m)
-    s = tl.zeros((BLOCK,), tl.float64)
-    w = tl.zeros((BLOCK,), tl.float64)
+    s = tl.zeros((BLOCK // 4,), tl.float64)
+    w = tl.zeros((BLOCK // 4,), tl.float64)
     for start in range(0, valid, BLOCK):
         here = start + lanes < valid
         d = tl.load(row + start + lanes, mask=here, other=float("-inf")).to(acc) * inverse - shift
         e = _exp(d, EXACT)
-        s += e
+        s += _by_fours(e, BLOCK)
         if WEIGHTED:
-            w += e * _finite(d)
+            w += _by_fours(e * _finite(d), BLOCK)
     return m, tl.sum(s, axis=0), tl.sum(w, axis=0)
 
 
@@ -436,15 +442,15 @@ def _full_kernel(
     if WEIGHTED:
         w += tl.where(rest, e * d, 0.0)
     m = shift
-    row_total = tl.sum(s.to(tl.float64), axis=0)
-    row_weighted = tl.sum(w.to(tl.float64), axis=0)
+    row_total = tl.sum(_by_fours(s, BLOCK), axis=0)
+    row_weighted = tl.sum(_by_fours(w, BLOCK), axis=0)
     # The more terms lie far above 1, the more digits cancel in the scores: the upper bound is on
     # the mean term of a lane.
     peak = tl.max(s, axis=0)
     safe = (row_total > 1e-20) & (peak < 2.0 * (blocks + 1)) & (row_weighted == row_weighted)
 
     if not safe:
-        m, row_total, row_weighted = _stats_again(row, valid, inverse, WEIGHTED, EXACT, BLOCK // 4)
+        m, row_total, row_weighted = _stats_again(row, valid, inverse, WEIGHTED, EXACT, BLOCK)
 
     tl.store(maximum + r, m)
     tl.store(total + r, row_total)
