@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -494,21 +494,24 @@ def cells(row: Result) -> list[str]:
     ]
 
 
-def print_table(results: list[Result]) -> None:
-    lines = [cells(row) for row in results]
+def print_rows(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        widths = [max(map(len, column)) for column in zip(COLUMNS, *lines, strict=True)]
-        for line in (list(COLUMNS), *lines):
+        widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
+        for line in (columns, *lines):
             print("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip())
     else:
-        table = Table(*COLUMNS)
+        table = Table(*columns)
         for line in lines:
             table.add_row(*line)
         # rich would cut the columns to a terminal's width where there is none
         Console(width=180).print(table)
+
+
+def print_table(results: list[Result]) -> None:
+    print_rows(COLUMNS, [cells(row) for row in results])
     for path, reason in sorted({(r["path"], r["failed"]) for r in results if "failed" in r}):
         print(f"not measured: {path}: {reason}")
     for path, reason in sorted(

@@ -199,7 +199,7 @@ def error_budget(plain: list[Tensor], exact: list[Tensor], dtype: torch.dtype) -
         exact: plain torch in float64.
     """
     errors = torch.cat(
-        [(p.double() - e).abs().flatten() for p, e in zip(plain, exact, strict=True)]
+        [(p.to(e.device).double() - e).abs().flatten() for p, e in zip(plain, exact, strict=True)]
     )
     largest = torch.cat([e.abs().flatten() for e in exact]).max()
     return float(2 * errors.max() + torch.finfo(dtype).eps * largest)
@@ -207,5 +207,6 @@ def error_budget(plain: list[Tensor], exact: list[Tensor], dtype: torch.dtype) -
 
 def assert_within(actual: Tensor, exact: Tensor, budget: float, what: str) -> None:
     assert actual.shape == exact.shape, f"{what}: {actual.shape} is not {exact.shape}"
-    error = float((actual.detach().double() - exact).abs().max()) if actual.numel() else 0.0
+    values = actual.detach().to(exact.device).double()
+    error = float((values - exact).abs().max()) if actual.numel() else 0.0
     assert error <= budget, f"{what}: error {error:.3e} exceeds the budget {budget:.3e}"

@@ -1,4 +1,9 @@
-"""Runs a function on several gloo ranks, each a fork of the test process.
+"""Runs a function on several ranks, each a fork of the test process.
+
+`RLREPLAY_TEST_TRANSPORT` says what carries their collectives and where their tensors lie: "cpu"
+(gloo, the default), "cuda" (gloo over CUDA tensors; ranks share the GPUs there are), or "nccl" (one
+rank a GPU; a test of more ranks than GPUs is skipped). A parent of the latter two must not have
+touched CUDA itself.
 
 A fork inherits the imported modules, so a test of 2 ranks takes hundredths of a second where
 torchrun takes seconds, and `fn` may be a closure. Ranks also inherit the parent's random state:
@@ -27,6 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -41,7 +47,17 @@ STACK_DUMP_S = 1.0
 
 HEADER_BYTES = 8
 
+TRANSPORT = os.environ.get("RLREPLAY_TEST_TRANSPORT", "cpu")
+GPU_START_S = 60.0
+"""How much longer a test may take where each rank starts CUDA first."""
+
 _collective_timeout = timedelta(seconds=15)  # Of the process group, set in each rank.
+_device = torch.device("cpu")  # Set in each rank.
+
+
+def rank_device() -> torch.device:
+    """Where the tensors of the calling rank lie."""
+    return _device
 
 
 class RemoteError(Exception):
@@ -147,6 +163,11 @@ def run_ranks_expecting_errors(
     """As `run_ranks`, but returns how each rank ended, in rank order, and raises for none."""
     if collective_timeout is None:
         collective_timeout = timeout / 2
+    if TRANSPORT != "cpu":
+        timeout += GPU_START_S
+        gpus = torch.cuda.device_count()
+        if gpus < (world_size if TRANSPORT == "nccl" else 1):
+            pytest.skip(f"{world_size} ranks on {TRANSPORT}, and {gpus} GPUs")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks = _Ranks(world_size, Path(folder), timeout, collective_timeout)
         try:
@@ -346,12 +367,17 @@ def _init_group(rank: int, world_size: int, folder: Path, timeout: float) -> Non
     # No rank leaves the making of a group before all have made it: one that fails right after would
     # break the connections that its peers still open.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    if TRANSPORT != "cpu":
+        global _device
+        _device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(_device)
     dist.init_process_group(
-        "gloo",
+        "nccl" if TRANSPORT == "nccl" else "gloo",
         store=dist.FileStore(str(folder / "store"), world_size),
         rank=rank,
         world_size=world_size,
         timeout=_collective_timeout,
+        device_id=_device if TRANSPORT == "nccl" else None,
     )
 
 

@@ -25,7 +25,13 @@ from rlreplay import (
     get_log_probs_and_entropy,
 )
 from tests.batches import Batch, cut_columns, cut_rows, held_responses, make_batch
-from tests.dist.harness import Outcome, make_grid, run_ranks, run_ranks_expecting_errors
+from tests.dist.harness import (
+    Outcome,
+    make_grid,
+    rank_device,
+    run_ranks,
+    run_ranks_expecting_errors,
+)
 
 TP, CP = 2, 2
 TIMEOUT = 20.0
@@ -41,7 +47,8 @@ def local_logits(batch: Batch, parallel: ParallelState) -> torch.Tensor:
         cp_rank=parallel.cp_rank,
         cp_size=parallel.cp_size,
     )
-    return cut_columns(rows, parallel.tp_rank, parallel.tp_size).requires_grad_()
+    shard = cut_columns(rows, parallel.tp_rank, parallel.tp_size)
+    return shard.to(rank_device()).requires_grad_()
 
 
 def score(batch: Batch, parallel: ParallelState, **options: Any) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def test_bad_data_on_one_rank_alone_raises_on_every_rank(change: Change, faulty:
 
 
 def _wrong_rows(batch: Batch, rank: int) -> dict[str, Any]:
-    return {"logits": torch.zeros(1, 3, 12)}
+    return {"logits": torch.zeros(1, 3, 12, device=rank_device())}
 
 
 def _not_even_masks(batch: Batch, rank: int) -> dict[str, Any]:
@@ -247,7 +254,7 @@ def _score_spoiled(rank: int, world_size: int, value: float, whole_row: bool) ->
         scores = score(batch, parallel, logits=local)
         flat = torch.stack([torch.cat(scores[name]) for name in SCORE_NAMES])
         (gradient,) = torch.autograd.grad(flat.sum(), local)
-        results.append((flat.detach(), gradient[0]))
+        results.append((flat.detach().cpu(), gradient[0].cpu()))
     held = held_responses(
         batch,
         [
@@ -299,7 +306,8 @@ def _score_half_dropped(rank: int, world_size: int) -> Any:
     halved = replace(small, logits=[rows[:, :6] for rows in batch.logits], vocab_size=6)
     expected = score(halved, parallel)
     return tuple(
-        {name: torch.cat(values).detach() for name, values in r.items()} for r in (scores, expected)
+        {name: torch.cat(values).detach().cpu() for name, values in r.items()}
+        for r in (scores, expected)
     )
 
 

@@ -26,7 +26,7 @@ from tests.batches import (
     make_batch,
     random_weights,
 )
-from tests.dist.harness import make_grid, run_ranks
+from tests.dist.harness import make_grid, rank_device, run_ranks
 
 FORMATS = ("thd", "bshd")
 LAYOUTS = ("zigzag", "contiguous")
@@ -84,7 +84,7 @@ def _check_case(
     plain, plain_gradient = dense_answers(
         batch, weights, temperature=TEMPERATURE, dtype=torch.float32
     )
-    logits = shard(batch.logits, 50.0).requires_grad_()
+    logits = shard(batch.logits, 50.0).to(rank_device()).requires_grad_()
     before = logits.detach().clone()
     results = get_log_probs_and_entropy(
         logits,
@@ -113,7 +113,7 @@ def _check_case(
         for i, values in enumerate(results[name]):
             assert values.dtype == torch.float32
             assert_within(values, mine[i], budget, f"{name} of sample {i}, {case}")
-            objective = objective + (values.double() * mine_weights[i]).sum()
+            objective = objective + (values.double().cpu() * mine_weights[i]).sum()
     objective.backward()
     assert logits.grad is not None
     assert logits.grad.dtype == dtype
@@ -121,7 +121,7 @@ def _check_case(
     budget = error_budget(rounded, exact_gradient, dtype)
     assert_within(logits.grad, shard(exact_gradient, 0.0), budget, f"gradient, {case}")
     scored = shard([_scored(batch, i).expand_as(g) for i, g in enumerate(exact_gradient)], 0.0)
-    assert (logits.grad[scored == 0] == 0).all(), f"gradient where nothing is scored, {case}"
+    assert (logits.grad.cpu()[scored == 0] == 0).all(), f"gradient where nothing is scored, {case}"
     assert torch.equal(logits.detach(), before), "the logits were written to"
     return sum(len(v) for v in results["log_probs"])
 
@@ -166,7 +166,7 @@ def _check_float64(rank: int, world_size: int) -> None:
         ),
         parallel.tp_rank,
         2,
-    )
+    ).to(rank_device())
     exact, _ = dense_answers(batch, random_weights(batch, SCORE_NAMES))
     results = get_log_probs_and_entropy(
         logits,
@@ -186,7 +186,7 @@ def _check_float64(rank: int, world_size: int) -> None:
     )
     for mine, theirs in zip(results["log_probs"], held, strict=True):
         assert mine.dtype == torch.float64
-        torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-13, atol=1e-13)
 
 
 def test_float64_passes_through_the_collectives() -> None:

@@ -18,7 +18,7 @@ from tests.batches import (
     make_batch,
     random_weights,
 )
-from tests.dist.harness import run_ranks
+from tests.dist.harness import rank_device, run_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,11 +135,12 @@ def _check_parity(rank: int, world_size: int, tp: int, cp: int, dtype: torch.dty
     def shard(rows: list[torch.Tensor]) -> torch.Tensor:
         return cut_columns(cut_rows(rows, **layout, filler=0.0), parallel.tp_rank, tp)
 
-    logits = shard(batch.logits)
+    logits = shard(batch.logits).to(rank_device())
     weights = random_weights(batch, ["log_probs"])
     exact, exact_gradient = dense_answers(batch, weights)
     mine = held_responses(batch, exact["log_probs"], **layout)
-    mine_weights = torch.cat(held_responses(batch, weights["log_probs"], **layout))
+    held_weights = torch.cat(held_responses(batch, weights["log_probs"], **layout))
+    mine_weights = held_weights.float().to(rank_device())
     arguments = {"unconcat_tokens": batch.tokens, **batch.lengths, "config": ScoringConfig()}
 
     theirs_leaf = logits.clone().requires_grad_()
@@ -148,12 +149,12 @@ def _check_parity(rank: int, world_size: int, tp: int, cp: int, dtype: torch.dty
         torch.cat([r.logits_rows for r in responses]),
         torch.cat([r.target_tokens for r in responses]),
     )
-    (theirs * mine_weights.float()).sum().backward()
+    (theirs * mine_weights).sum().backward()
 
     ours_leaf = logits.clone().requires_grad_()
     scores = get_log_probs_and_entropy(ours_leaf, **arguments, parallel=parallel)
     ours = torch.cat(scores["log_probs"])
-    (ours * mine_weights.float()).sum().backward()
+    (ours * mine_weights).sum().backward()
     assert torch.equal(ours_leaf.detach(), logits), "the logits were written to"
 
     budget = error_budget([theirs.detach()], [torch.cat(mine)], torch.float32)

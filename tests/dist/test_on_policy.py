@@ -23,7 +23,7 @@ from rlreplay import (
 from rlreplay import scores as scores_module
 from rlreplay.kernels.reference import entropy_of
 from tests.batches import Batch, cut_columns, make_batch, random_weights
-from tests.dist.harness import make_grid, run_ranks
+from tests.dist.harness import make_grid, rank_device, run_ranks
 
 TEMPERATURE = 0.7
 
@@ -31,8 +31,8 @@ TEMPERATURE = 0.7
 def engine_scores(batch: Batch, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """What an engine computes from the whole rows [R, V], by dense differentiable torch."""
     # as SGLang divides in its on-policy mode: by a float32 tensor, cast back to the model's dtype
-    x = rows.to(dtype).div(torch.tensor([TEMPERATURE], dtype=torch.float32)).to(dtype)
-    masked = x.masked_fill(~torch.cat(batch.supports()), -torch.inf)
+    x = rows.to(dtype).div(rows.new_tensor([TEMPERATURE], dtype=torch.float32)).to(dtype)
+    masked = x.masked_fill(~torch.cat(batch.supports()).to(x.device), -torch.inf)
     y = torch.cat(
         [
             torch.from_numpy(t[n - r :])
@@ -40,7 +40,7 @@ def engine_scores(batch: Batch, rows: Tensor, dtype: torch.dtype) -> dict[str, T
                 batch.tokens, batch.total_lengths, batch.response_lengths, strict=True
             )
         ]
-    )[:, None]
+    )[:, None].to(x.device)
     wide = x.to(torch.promote_types(dtype, torch.float32))
     wide_masked = masked.to(wide.dtype)
     return {
@@ -67,7 +67,7 @@ def scoring_rows(batch: Batch) -> Tensor:
 
 def weigh(batch: Batch, values: dict[str, Tensor]) -> Tensor:
     weights = random_weights(batch, values)
-    terms = [(v.double() * torch.cat(weights[k])).sum() for k, v in values.items()]
+    terms = [(v.double().cpu() * torch.cat(weights[k])).sum() for k, v in values.items()]
     return torch.stack(terms).sum()
 
 
@@ -79,7 +79,7 @@ def _check(
     for seed, chunk_bytes in enumerate((1, 1 << 25, 1 << 9)):
         scores_module._ASSEMBLED_CHUNK_BYTES = chunk_bytes
         batch = make_batch(seed, vocab_size=90, dtype=logits_dtype, with_masks=masks)
-        whole = torch.cat(batch.logits).requires_grad_()
+        whole = torch.cat(batch.logits).to(rank_device()).requires_grad_()
         expected = engine_scores(batch, whole[scoring_rows(batch)], dtype)
         logits = cut_columns(whole.detach(), rank, world_size, extra=2)[None].requires_grad_()
         kept = logits.detach().clone()
@@ -136,7 +136,7 @@ def single_plan(batch: Batch, **options: Any) -> ReplayPlan:
         batch.masks,
         RowLayout.packed(**batch.lengths),
         vocab_size=batch.vocab_size,
-        device="cpu",
+        device=rank_device(),
         **options,
     )
 
@@ -167,7 +167,7 @@ def test_bf16_bits_are_not_those_of_the_float32_scores() -> None:
 def _check_wrong_plan(rank: int, world_size: int) -> None:
     batch = make_batch(3)
     parallel = ParallelState.from_groups(*make_grid(2, 1))
-    logits = cut_columns(torch.cat(batch.logits), rank, 2)
+    logits = cut_columns(torch.cat(batch.logits), rank, 2).to(rank_device())
     with pytest.raises(ReplayError, match="another way of scoring"):
         score_assembled(logits, single_plan(batch, parallel=parallel))
     with pytest.raises(ReplayError, match="another way of scoring"):

@@ -10,12 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.batches import make_batch
 from tests.dist import torchrun_smoke
+from tests.dist.harness import TRANSPORT
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+# one rank a GPU on NCCL, and grids of as many ranks as there are GPUs
+RANKS = torch.cuda.device_count() if TRANSPORT == "nccl" else 4
+GRIDS = [(2, RANKS // 2)] if RANKS >= 4 else [(RANKS, 1), (1, RANKS)]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
 
 
 def run_python(*arguments: str, timeout: float) -> str:
@@ -48,22 +53,29 @@ def run_python(*arguments: str, timeout: float) -> str:
     return output
 
 
-def test_scores_and_gradient_on_four_processes(tmp_path: Path) -> None:
-    module = ("-m", torchrun_smoke.__name__, "--tp", "2", "--cp", "2", "--out", str(tmp_path))
-    run_python(*TORCHRUN, *module, timeout=60)
-    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    assert [(r["tp_rank"], r["cp_rank"]) for r in reports] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    # The two context-parallel ranks hold every response row once, and each has some.
+@pytest.mark.parametrize(("tp", "cp"), GRIDS)
+def test_scores_and_gradient_on_processes_of_their_own(tmp_path: Path, tp: int, cp: int) -> None:
+    module = ("-m", torchrun_smoke.__name__, "--tp", f"{tp}", "--cp", f"{cp}")
+    run_python(*TORCHRUN, *module, "--out", str(tmp_path), timeout=60)
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    places = [(tp_rank, cp_rank) for cp_rank in range(cp) for tp_rank in range(tp)]
+    assert [(r["tp_rank"], r["cp_rank"]) for r in reports] == places
+    assert {r["backend"] for r in reports} == {"nccl" if TRANSPORT == "nccl" else "gloo"}
+    # The context-parallel ranks hold every response row once, and each has some.
     lengths = make_batch(3, samples=8, max_response=20).response_lengths
     held = [r["rows"] for r in reports if r["tp_rank"] == 0]
     assert [sum(rows) for rows in zip(*held, strict=True)] == lengths
     assert all(sum(rows) > 0 for rows in held)
 
 
-@pytest.mark.timeout(150)
-def test_the_megatron_example_does_not_depend_on_the_layout(tmp_path: Path) -> None:
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("tp", "cp"), GRIDS)
+def test_the_megatron_example_does_not_depend_on_the_layout(
+    tmp_path: Path, tp: int, cp: int
+) -> None:
     example, saved = "examples/megatron_grpo.py", str(tmp_path / "run.pkl")
-    sharded = run_python(*TORCHRUN, example, "--tp", "2", "--cp", "2", "--save", saved, timeout=80)
+    grid = ("--tp", f"{tp}", "--cp", f"{cp}")
+    sharded = run_python(*TORCHRUN, example, *grid, "--save", saved, timeout=80)
     unsharded = run_python(example, "--reference", saved, timeout=40)
     difference = re.search(r"largest difference .*: (\S+)", unsharded)
     assert difference is not None, unsharded

@@ -43,6 +43,7 @@ class Report:
     """response rows of each sample on this rank"""
     gradient_columns: int
     """vocabulary columns of this rank, padding included"""
+    backend: str
 
 
 def check(parallel: ParallelState, device: torch.device) -> Report:
@@ -93,6 +94,7 @@ def check(parallel: ParallelState, device: torch.device) -> Report:
         cp_rank=parallel.cp_rank,
         rows=[len(values) for values in results["log_probs"]],
         gradient_columns=logits.grad.shape[-1],
+        backend=dist.get_backend(),
     )
 
 
