@@ -26,7 +26,7 @@ import numpy as np
 import scores_gpu
 import torch
 import torch.distributed as dist
-from scores_gpu import ROWS, Inputs, Result
+from scores_gpu import ROWS, Result
 from torch import Tensor
 
 from rlreplay import ParallelState, ReplayPlan, RolloutSamplingMask, RowLayout, score_logits
@@ -90,7 +90,8 @@ def paths(shard: Tensor) -> dict[str, Step]:
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     sharded, sampled = make_plan(ParallelState.from_groups(tp_group=group))
     whole, _ = make_plan(ParallelState.single())
-    mask = Inputs(shard, whole, sampled, ()).mask()
+    mask = torch.zeros(ROWS, VOCAB, dtype=torch.bool, device="cuda")
+    mask[whole.row_of_id(), whole.ids.long()] = True
 
     def scored(logits: Tensor, plan: ReplayPlan) -> tuple[Tensor, ...]:
         return tuple(score_logits(logits, plan, scores=NAMES).asked().values())

@@ -1,7 +1,7 @@
 """A rank that dies in the middle of a step on NCCL: what its peer reports, and when.
 
-NCCL itself does not see a dead peer: torch's watchdog ends the waiting process when the group's
-timeout is over, or, with blocking waits, the wait raises.
+NCCL itself does not see a dead peer: torch's watchdog ends the waiting process some time after the
+group's timeout is over.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlreplay import ParallelState, ReplayError, ScoringConfig, get_log_probs_and_entropy
+from rlreplay import ParallelState, ScoringConfig, get_log_probs_and_entropy
 from tests.batches import cut_columns, make_batch
 from tests.dist.harness import TRANSPORT, make_grid, rank_device, run_ranks_expecting_errors
 
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 COLLECTIVE_TIMEOUT_S = 10.0
-# The watchdog looks every second or so, and then waits for its dump before it ends the process.
-WATCHDOG_S = 40.0
+# The watchdog looks every second or so, and then waits four times this long for a dump of what ran.
+DUMP_MS = 1000
+WATCHDOG_S = 25.0
 
 
 def _exits_in_the_middle(rank: int, world_size: int) -> None:
@@ -54,34 +55,16 @@ def _exits_in_the_middle(rank: int, world_size: int) -> None:
 def test_the_watchdog_ends_the_peer_after_the_groups_timeout(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    dead, peer = _outcomes()
-    assert (dead.status, dead.exit_code) == ("exited", 3)
-    waited = peer.seconds - dead.seconds
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(DUMP_MS))
+    peer, dead = run_ranks_expecting_errors(
+        2, _exits_in_the_middle, timeout=90.0, collective_timeout=COLLECTIVE_TIMEOUT_S
+    )
     errors = capfd.readouterr().err
-    print(f"the peer {peer.status} (signal {peer.signal}) {waited:.1f} s after its rank's exit")
-    print("\n".join(line[:300] for line in errors.splitlines() if "atchdog" in line))
+    waited = peer.seconds - dead.seconds
+    with capfd.disabled():
+        print(f"{dead.describe()}\n{peer.describe()}\nthe peer ended {waited:.1f} s later")
+        print("\n".join(line[:300] for line in errors.splitlines() if "atchdog" in line))
+    assert (dead.status, dead.exit_code) == ("exited", 3)
     assert peer.status == "killed", peer.describe()
     assert COLLECTIVE_TIMEOUT_S - 2 <= waited <= COLLECTIVE_TIMEOUT_S + WATCHDOG_S
     assert "Watchdog caught collective operation timeout" in errors
-
-
-@pytest.mark.timeout(200)
-def test_a_blocking_wait_raises_in_the_peer_after_the_groups_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    dead, peer = _outcomes()
-    assert (dead.status, dead.exit_code) == ("exited", 3)
-    waited = peer.seconds - dead.seconds
-    print(f"the peer {peer.status} {waited:.1f} s after its rank's exit: {peer.error!r}"[:400])
-    assert peer.status == "raised", peer.describe()
-    assert isinstance(peer.error, RuntimeError)
-    assert not isinstance(peer.error, ReplayError)
-    assert COLLECTIVE_TIMEOUT_S - 2 <= waited <= COLLECTIVE_TIMEOUT_S + WATCHDOG_S
-
-
-def _outcomes() -> list[Any]:
-    return run_ranks_expecting_errors(
-        2, _exits_in_the_middle, timeout=90.0, collective_timeout=COLLECTIVE_TIMEOUT_S
-    )
