@@ -134,7 +134,8 @@ def _check(
             if name in SAME_BITS:
                 assert torch.equal(gradient, shard), name
                 continue
-            (exact_gradient,) = torch.autograd.grad(weigh(batch, {name: exact[name]}), whole)
+            value = weigh(batch, {name: exact[name]})
+            (exact_gradient,) = torch.autograd.grad(value, whole, retain_graph=True)
             exact_shard = cut_columns(
                 exact_gradient.double(), rank, world_size, extra=2, filler=0.0
             )
