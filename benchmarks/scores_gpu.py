@@ -256,8 +256,8 @@ def step_of(path: Scorer, inputs: Inputs, work: str) -> Callable[[], Any]:
 _flush = None
 
 
-def milliseconds(call: Callable[[], Any], behind: int = 0) -> float:
-    """Median of `REPEATS`, each with a cold L2 cache.
+def milliseconds(call: Callable[[], Any], behind: int = 0, repeats: int = REPEATS) -> float:
+    """Median of the repeats, each with a cold L2 cache.
 
     Args:
         behind: how often the cache is flushed once more before, which keeps the GPU busy for
@@ -267,7 +267,7 @@ def milliseconds(call: Callable[[], Any], behind: int = 0) -> float:
     if _flush is None:
         _flush = torch.empty(1 << 27, dtype=torch.int8, device="cuda")
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(1 + behind):
             _flush.zero_()

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlreplay.errors import ReplayError
 
@@ -201,3 +202,18 @@ def _check_axis(axis: str, rank: int, size: int, group: dist.ProcessGroup | None
             got=f"rank {rank} of {size}",
             consequence="shards would be taken for others, or normalised on their own",
         )
+
+
+# The names of two collectives changed in torch 2.13.
+
+
+def all_gather_single(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None) -> None:
+    """`received` = what all ranks of the group sent, in rank order."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(received, sent, group=group)
+
+
+def reduce_scatter_single(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None) -> None:
+    """`received` = this rank's part of the sum of what all ranks of the group sent."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(received, sent, group=group)

@@ -5,12 +5,13 @@ Shapes: `R` response rows on this rank, `N` support ids of these rows on this ra
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlreplay.errors import MissingMaskError, ReplayError
+from rlreplay.id_segments import IdSegments
 from rlreplay.layout import RowLayout
 from rlreplay.parallel import ParallelState
 from rlreplay.sampling_mask import (
@@ -37,6 +39,7 @@ from rlreplay.sampling_mask import (
 OnMissingToken = Literal["raise", "include"]
 
 
+_HANDLES = itertools.count()
 _PLANS: weakref.WeakValueDictionary[int, ReplayPlan] = weakref.WeakValueDictionary()
 
 
@@ -86,6 +89,8 @@ class ReplayPlan:
         host_rows, host_offsets, host_unrestricted: `rows`, `offsets`, `unrestricted` in host
             memory, by which the host cuts work into chunks without a sync.
         has_unrestricted: whether some row on this rank is scored over the full vocabulary.
+        num_support_ids: support ids of this rank's rows over all vocab shards, the same on every
+            TP rank.
         handle: a number that names the plan in this process while it lives.
     """
 
@@ -107,9 +112,15 @@ class ReplayPlan:
     host_offsets: IntArray
     host_unrestricted: BoolArray
     has_unrestricted: bool
-    handle: int = field(default_factory=itertools.count().__next__, init=False)
+    num_support_ids: int
+    handle: int = field(default_factory=_HANDLES.__next__, init=False)
 
     def __post_init__(self) -> None:
+        _PLANS[self.handle] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or one from another process, is a plan with a handle of its own."""
+        self.__dict__.update(state, handle=next(_HANDLES))
         _PLANS[self.handle] = self
 
     @staticmethod
@@ -144,6 +155,64 @@ class ReplayPlan:
         rows = torch.arange(self.num_rows, device=self.device)
         # output_size spares the sync that counts the ids
         return torch.repeat_interleave(rows, self.offsets.diff(), output_size=self.num_ids)
+
+    @functools.cached_property
+    def id_rows(self) -> Int[Tensor, " N"]:
+        """int64 `[N]`: the logits row of each support id."""
+        return self.rows[self.row_of_id()]
+
+    @functools.cached_property
+    def by_id(self) -> IdSegments:
+        """The support ids sorted by column; on a GPU the host waits for it, once for the plan."""
+        return IdSegments.of(self.ids)
+
+    @functools.cached_property
+    def on_supports(self) -> ReplayPlan:
+        """The plan of the support ids' own logits `[1, N]`: every row reads its columns of one row.
+
+        Unrestricted rows stand as their sampled token alone.
+        """
+        restricted = np.zeros(self.num_rows, dtype=np.bool_)
+        return replace(
+            self,
+            rows=torch.zeros_like(self.rows),
+            ids=torch.arange(self.num_ids, dtype=torch.int32, device=self.device),
+            unrestricted=torch.zeros_like(self.unrestricted),
+            shard=VocabShard(0, self.num_ids, self.num_ids),
+            host_rows=frozen(np.zeros(self.num_rows, dtype=np.int64)),
+            host_unrestricted=frozen(restricted),
+            has_unrestricted=False,
+        )
+
+    def of_rows(self, index: IntArray) -> ReplayPlan:
+        """The plan of some response rows, for logits `[len(index), V]` of these rows alone.
+
+        Args:
+            index: int `[rows]`, response rows of this rank, ascending.
+        """
+        lengths = np.diff(self.host_offsets)[index]
+        offsets = offsets_of(lengths)
+        shift = self.host_offsets[:-1][index] - offsets[:-1]
+        positions = np.arange(offsets[-1]) + np.repeat(shift, lengths)
+        free = self.host_unrestricted[index]
+        count, parts = len(index), (np.asarray(index), positions, offsets, shift)
+        on_device = to_device(np.concatenate(parts).astype(np.int64), self.device)
+        index_, positions_, offsets_, shift_ = torch.split(on_device, [len(part) for part in parts])
+        targets = self.targets[index_]
+        rows = torch.arange(count, device=self.device)
+        return replace(
+            self,
+            rows=rows,
+            offsets=offsets_,
+            ids=self.ids[positions_],
+            targets=torch.where(targets >= 0, targets - shift_, -1),
+            unrestricted=self.unrestricted[index_],
+            response_rows=rows,
+            host_rows=frozen(np.arange(count)),
+            host_offsets=offsets,
+            host_unrestricted=frozen(free),
+            has_unrestricted=bool(free.any()),
+        )
 
     @classmethod
     def build(
@@ -265,6 +334,7 @@ class ReplayPlan:
             host_offsets=offsets,
             host_unrestricted=frozen(unrestricted),
             has_unrestricted=bool(unrestricted.any()),
+            num_support_ids=int(here.ids.size),
         )
 
     def check_logits(self, logits: Tensor) -> None:
@@ -291,7 +361,11 @@ class ReplayPlan:
                 consequence="every call would copy the plan",
             )
         self.layout.check_rows(logits.shape[0])
-        needed, columns = self.shard.columns, logits.shape[1]
+        self.check_columns(logits.shape[1])
+
+    def check_columns(self, columns: int) -> None:
+        """Refuse a vocab shard of another width than the plan's."""
+        needed = self.shard.columns
         if columns != needed if needed is not None else columns < self.vocab_size:
             raise ReplayError(
                 "logits columns do not match the vocab shard",

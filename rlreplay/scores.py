@@ -46,6 +46,7 @@ from rlreplay.kernels.softmax import (
     score_of,
     where_rows,
 )
+from rlreplay.parallel import all_gather_single
 from rlreplay.plan import ReplayPlan
 
 Backend = Literal["auto", "torch", "triton"]
@@ -106,12 +107,14 @@ def score_logits(
 
     Args:
         logits: float `[T, V]`, this rank's rows and vocab shard, before temperature.
-        plan: the micro-batch, as `ReplayPlan.build` laid it out for this rank.
+        plan: the micro-batch, as `ReplayPlan.build` laid it out for this rank. A compiled graph
+            names it by its handle: keep it until the backward, or the last replay, is done.
         scores: names of the scores wanted (see `Scores`).
         differentiable: those of `scores` that take part in the gradient; None or True for all,
             False for none. The others are metrics.
         temperature: divides the logits. One number, or float `[R]` with one for each row; gets no
-            gradient. Values on a device are not checked, which would be a sync.
+            gradient. Values on a device are not checked, which would be a sync. In a compiled graph
+            a number is part of the graph: one that changes belongs into a tensor.
         backend: `"torch"` (any device and type), `"triton"` (CUDA), or `"auto"`, which is triton
             for CUDA tensors where it is installed and torch elsewhere.
         inplace_backward: on the triton backend, write the gradient over the logits, which saves
@@ -126,16 +129,16 @@ def score_logits(
         BackendError: the backend cannot do what was asked.
         ReplayError: logits that do not fit the plan, unknown scores, a temperature not above 0.
     """
-    wanted, trained = _resolve(scores, differentiable)
+    wanted, trained = resolve_scores(scores, differentiable)
     if torch.compiler.is_compiling():
-        values = _score_in_graph(
-            logits, plan, wanted, trained, temperature, backend, inplace_backward
+        values = tuple(
+            _score_in_graph(logits, plan, wanted, trained, temperature, backend, inplace_backward)
         )
     else:
         request = _checked_request(
             logits, plan, wanted, trained, temperature, backend, inplace_backward
         )
-        values = _ScoreLogits.apply(logits, plan, request)  # type: ignore[no-untyped-call]
+        values = request.apply(logits, plan)
     return Scores(**dict(zip(wanted, values, strict=True)))
 
 
@@ -147,15 +150,15 @@ def _checked_request(
     temperature: Temperature,
     backend: str,
     inplace_backward: bool,
-) -> _Request:
+) -> Request:
     """What `score_logits` was asked for, after every check that can raise."""
     plan.check_logits(logits)
-    _check_supports_of(plan, assembled=False)
-    kernels = _kernels(backend, logits)
+    check_supports_of(plan, assembled=False)
+    kernels = kernels_of(backend, logits)
     if inplace_backward:
         _check_inplace(logits, kernels)
-    row_temperature = _row_temperature(temperature, plan, logits.dtype)
-    return _Request(wanted, trained, row_temperature, kernels, inplace_backward)
+    divisor = row_temperature(temperature, plan, logits.dtype)
+    return Request(wanted, trained, divisor, kernels, inplace_backward)
 
 
 def score_assembled(
@@ -194,9 +197,9 @@ def score_assembled(
         ReplayError: as `score_logits`; a plan whose supports are laid over one shard.
     """
     plan.check_logits(logits)
-    _check_supports_of(plan, assembled=True)
-    wanted, trained = _resolve(scores, differentiable)
-    checked = _row_temperature(temperature, plan, logits.dtype)
+    check_supports_of(plan, assembled=True)
+    wanted, trained = resolve_scores(scores, differentiable)
+    checked = row_temperature(temperature, plan, logits.dtype)
     if not isinstance(checked, float):
         raise ReplayError(
             "temperature is a tensor",
@@ -212,7 +215,7 @@ def score_assembled(
             got=f"{dtype}",
             consequence="the rows would be cut to integers",
         )
-    request = _Request(wanted, trained, checked, torch_scores, False)
+    request = Request(wanted, trained, checked, torch_scores, False)
     # An input that needs a gradient on every rank: one whose logits need none would else stay out
     # of the backward's collective, for which its peers wait.
     split = plan.parallel.tp_size > 1
@@ -234,7 +237,7 @@ class _ScoreAssembled(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         plan: ReplayPlan,
-        request: _Request,
+        request: Request,
         dtype: torch.dtype,
         anchor: Tensor | None,
     ) -> tuple[Tensor, ...]:
@@ -309,13 +312,11 @@ def _gathered_rows(logits: Tensor, plan: ReplayPlan, dtype: torch.dtype) -> Floa
     # at least one row: not every backend takes an empty message
     sent = rows if plan.num_rows else rows.new_zeros(1, rows.shape[1])
     received = sent.new_empty(plan.parallel.tp_size * sent.shape[0], sent.shape[1])
-    # the name changed in torch 2.13
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(received, sent, group=plan.parallel.tp_group)
+    all_gather_single(received, sent, plan.parallel.tp_group)
     return received.view(-1, *sent.shape)[:, : plan.num_rows]
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """What one call asks for."""
 
     wanted: tuple[str, ...]
@@ -324,16 +325,23 @@ class _Request(NamedTuple):
     kernels: ScoreKernels
     inplace_backward: bool
 
+    def apply(self, logits: Tensor, plan: ReplayPlan) -> tuple[Tensor, ...]:
+        """The wanted scores of the planned rows, in their order, attached to the logits."""
+        values: tuple[Tensor, ...] = _ScoreLogits.apply(  # type: ignore[no-untyped-call]
+            logits, plan, self
+        )
+        return values
+
 
 class _ScoreLogits(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, plan: ReplayPlan, request: _Request
-    ) -> tuple[Tensor, ...]:
-        support, full, target = _normalisers(logits, plan, request)
+    def forward(ctx: Any, logits: Tensor, plan: ReplayPlan, request: Request) -> tuple[Tensor, ...]:
+        support, full, target = normalisers_of(logits, plan, request)
         outputs = [score_of(name, support, full, target) for name in request.wanted]
         ctx.plan, ctx.request = plan, request
-        ctx.save_for_backward(logits, *support, *(full or ()))
+        # the temperature too: overwritten before the backward, autograd shall notice
+        by_row = request.temperature if isinstance(request.temperature, Tensor) else None
+        ctx.save_for_backward(logits, by_row, *support, *(full or ()))
         ctx.set_materialize_grads(False)
         named = zip(request.wanted, outputs, strict=True)
         ctx.mark_non_differentiable(*(v for k, v in named if k not in request.trained))
@@ -342,26 +350,26 @@ class _ScoreLogits(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
-        logits, *saved = ctx.saved_tensors
+        logits, _, *saved = ctx.saved_tensors
         support = Normaliser(*saved[:4])
         full = Normaliser(*saved[4:]) if len(saved) > 4 else None
-        gradient = _gradient(logits, ctx.plan, ctx.request, support, full, grads)
+        gradient = gradient_of(logits, ctx.plan, ctx.request, support, full, grads)
         if ctx.request.inplace_backward:  # whoever else has saved the logits shall notice
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None
 
 
-def _gradient(
+def gradient_of(
     logits: Tensor,
     plan: ReplayPlan,
-    request: _Request,
+    request: Request,
     support: Normaliser,
     full: Normaliser | None,
     grads: Sequence[Tensor | None],
 ) -> Tensor:
     """The logits' gradient from those of the wanted scores; None is no gradient."""
     given = {
-        name: grad
+        name: grad.contiguous()  # a sum sends one number to all rows, with a stride of 0
         for name, grad in zip(request.wanted, grads, strict=True)
         if grad is not None and name in request.trained
     }
@@ -452,7 +460,7 @@ def _score_rows(
     used = temperature if temperatures is None else temperatures
     names, kept = _names(wanted), frozenset(_names(trained))
     request = _checked_request(logits, plan, names, kept, used, backend, False)
-    support, full, target = _normalisers(logits, plan, request)
+    support, full, target = normalisers_of(logits, plan, request)
     outputs = [score_of(name, support, full, target) for name in names]
     saved = [t for t in (*support, *(full or ())) if t is not None]
     return [t.clone() for t in (*outputs, *saved)]  # an operator's results share no memory
@@ -499,7 +507,7 @@ def _score_rows_gradient(
         mean = next(rest) if has_mean else None
         normalisers.append(Normaliser(maximum, total, log_total, mean))
     full = normalisers[1] if len(normalisers) > 1 else None
-    return _gradient(logits, plan, request, normalisers[0], full, grads)
+    return gradient_of(logits, plan, request, normalisers[0], full, grads)
 
 
 @_score_rows_gradient.register_fake
@@ -509,6 +517,7 @@ def _(logits: Tensor, *arguments: Any) -> Tensor:
 
 def _save_for_gradient(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     logits, _, temperatures, temperature, wanted, trained, backend, free, handle = inputs
+    ctx.set_materialize_grads(False)
     ctx.settings = (temperature, wanted, trained, backend, free, handle)
     ctx.has_rows = temperatures is not None
     extra = [] if temperatures is None else [temperatures]
@@ -544,8 +553,8 @@ def _gradient_in_graph(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | N
 _score_rows.register_autograd(_gradient_in_graph, setup_context=_save_for_gradient)
 
 
-def _normalisers(
-    logits: Tensor, plan: ReplayPlan, request: _Request
+def normalisers_of(
+    logits: Tensor, plan: ReplayPlan, request: Request
 ) -> tuple[Normaliser, Normaliser | None, Tensor]:
     """Normalisers over the supports and the vocabulary, and the sampled tokens' x, over all shards.
 
@@ -605,7 +614,7 @@ def _over_shards(
 # Checks
 
 
-def _resolve(
+def resolve_scores(
     scores: Collection[str], differentiable: Collection[str] | bool | None
 ) -> tuple[tuple[str, ...], frozenset[str]]:
     wanted = known_scores(scores, "scores")
@@ -638,7 +647,7 @@ def known_scores(names: Any, argument: str) -> tuple[str, ...]:
     return tuple(name for name in SCORE_NAMES if name in given)
 
 
-def _check_supports_of(plan: ReplayPlan, *, assembled: bool) -> None:
+def check_supports_of(plan: ReplayPlan, *, assembled: bool) -> None:
     if plan.parallel.tp_size > 1 and plan.assembled != assembled:
         raise ReplayError(
             "the plan was built for another way of scoring",
@@ -648,7 +657,7 @@ def _check_supports_of(plan: ReplayPlan, *, assembled: bool) -> None:
         )
 
 
-def _kernels(backend: str, logits: Tensor) -> ScoreKernels:
+def kernels_of(backend: str, logits: Tensor) -> ScoreKernels:
     """The module of a backend: the one asked for, or a refusal."""
     if backend not in BACKENDS:
         raise BackendError(
@@ -691,16 +700,18 @@ def _check_inplace(logits: Tensor, kernels: ScoreKernels) -> None:
             consequence="the gradient would need memory of its own all the same",
         )
     dense_rows = logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1]
-    if (logits.is_leaf and logits.requires_grad) or not dense_rows:
+    owner = logits if logits._base is None else logits._base
+    of_leaf = owner.is_leaf and owner.requires_grad
+    if of_leaf or not dense_rows:
         raise BackendError(
             "in-place backward would destroy logits that are still needed",
             expected="logits that an operation made, in rows that do not overlap",
-            got=f"a leaf={logits.is_leaf}, strides {logits.stride()}",
+            got=f"memory of a leaf={of_leaf}, strides {logits.stride()}",
             consequence="the leaf would hold its own gradient, or rows each other's",
         )
 
 
-def _row_temperature(
+def row_temperature(
     temperature: float | Tensor, plan: ReplayPlan, dtype: torch.dtype
 ) -> float | Tensor:
     """A checked temperature: a float, or `[R]` in the accumulation type on the plan's device."""

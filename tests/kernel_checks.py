@@ -155,7 +155,9 @@ def _support(
 def _mask_of(rows: list[np.ndarray | None]) -> RolloutSamplingMask:
     ids = [np.empty(0, np.int64) if row is None else row for row in rows]
     offsets = np.cumsum([0, *map(len, ids)])
-    return RolloutSamplingMask(np.concatenate(ids), offsets, allow_unrestricted=True)
+    return RolloutSamplingMask(
+        np.concatenate([np.empty(0, np.int64), *ids]), offsets, allow_unrestricted=True
+    )
 
 
 def weights_of(plan: ReplayPlan, names: Sequence[str] = SCORE_NAMES) -> dict[str, Tensor]:
@@ -359,6 +361,42 @@ class KernelTests:
 
     roundings = 1
     """How many half units a store to a shorter type is off by at most."""
+
+    @pytest.mark.parametrize("wanted", [*[(name,) for name in SCORE_NAMES], SCORE_NAMES])
+    @pytest.mark.parametrize("inplace", [False, True])
+    def test_upstream_gradients_with_any_stride(
+        self, vocab_size: int, wanted: tuple[str, ...], inplace: bool
+    ) -> None:
+        case = self.case(vocab_size, seed=18)
+        ones = {name: torch.ones_like(w) for name, w in weights_of(case.plan, wanted).items()}
+        _, expected = scored(case.logits, case.plan, ones, scores=wanted)
+
+        def values() -> tuple[Tensor, Tensor]:
+            made = case.logits.detach().requires_grad_() * 1
+            options: Any = {"backend": "triton", "inplace_backward": inplace}
+            scores = score_logits(made, case.plan, scores=wanted, **options).asked()
+            return made, torch.stack(list(scores.values()), dim=1)
+
+        # strides 0 and 0, then those of a column
+        for reduce in (
+            lambda v: v.sum(),
+            lambda v: v.T[0].sum() + v.T[1:].sum(),
+            lambda v: (v * 1).sum(),
+        ):
+            made, stacked = values()
+            (gradient,) = torch.autograd.grad(reduce(stacked), made)
+            assert torch.equal(gradient, expected)
+
+    def test_a_temperature_overwritten_before_the_backward_is_noticed(self) -> None:
+        case = self.case(37, seed=19)
+        leaf = case.logits.requires_grad_()
+        temperature = torch.full((case.plan.num_rows,), 0.5, device=self.device)
+        for backend in ("triton", "torch"):
+            options: Any = {"temperature": temperature, "backend": backend}
+            (log_probs,) = score_logits(leaf, case.plan, **options).asked().values()
+            temperature.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                log_probs.sum().backward()
 
     @pytest.mark.parametrize("trained", [("log_probs",), ("entropy",), SUPPORT_SCORES])
     def test_metrics_send_no_gradient(self, vocab_size: int, trained: tuple[str, ...]) -> None:
@@ -684,6 +722,8 @@ class KernelTests:
             score_logits(made, backend="torch", **options)
         with pytest.raises(BackendError, match="a leaf=True"):
             score_logits(made.detach().requires_grad_(), backend="triton", **options)
+        with pytest.raises(BackendError, match="a leaf=True"):
+            score_logits(case.logits.requires_grad_().view(made.shape), backend="triton", **options)
         overlapping = made[:1].expand(len(made), -1)
         with pytest.raises(BackendError, match="rows that do not overlap"):
             score_logits(overlapping, backend="triton", **options)

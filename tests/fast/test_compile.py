@@ -66,6 +66,27 @@ def test_metrics_send_no_gradient() -> None:
     assert not scores["entropy"].requires_grad
 
 
+def test_a_score_that_the_loss_leaves_out_sends_no_gradient() -> None:
+    """Not zeros: they would read whole rows, and spread a NaN."""
+    batch = make_batch(6)
+    plan, logits = plan_of(batch), logits_of(batch)
+    outside = (~torch.cat(batch.supports())).nonzero()[0]
+    logits[plan.rows[outside[0]], outside[1]] = torch.nan
+
+    def loss(x: Tensor) -> Tensor:
+        scores = score_logits(x, plan, scores=("log_probs", "entropy"))
+        assert scores.log_probs is not None
+        return scores.log_probs.sum()
+
+    gradients = []
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        leaf = logits.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(leaf), leaf)
+        gradients.append(gradient)
+    assert torch.equal(*gradients)
+    assert gradients[0].isfinite().all()
+
+
 def test_new_micro_batches_do_not_recompile_for_ever() -> None:
     compiles = []
 

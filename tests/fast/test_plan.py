@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -668,3 +670,23 @@ def test_dense_mask_refuses_logits_that_are_no_matrix(shape: tuple[int, ...]) ->
     mask = RolloutSamplingMask.from_mask_list([[0, 3]])
     with pytest.raises(ReplayError):
         build_local_sampling_mask(torch.empty(shape), mask, [0], tp_rank=0)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))]
+)
+def test_a_copy_of_a_plan_has_a_handle_of_its_own(copied: Any) -> None:
+    """Handles are numbers of one process: a plan from another would else name one of this."""
+    plan = ReplayPlan.build(
+        [[1, 2, 3]],
+        [RolloutSamplingMask.forced([2, 3])],
+        RowLayout.packed([3], [2]),
+        parallel=parallel_state(),
+        vocab_size=4,
+        device="cpu",
+    )
+    other = copied(plan)
+    assert other.handle != plan.handle
+    assert ReplayPlan.of_handle(other.handle) is other
+    assert ReplayPlan.of_handle(plan.handle) is plan
+    assert torch.equal(other.ids, plan.ids)

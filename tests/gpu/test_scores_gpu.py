@@ -237,9 +237,9 @@ def test_true_on_policy_bits(vocab_size: int, logits_dtype: torch.dtype) -> None
 def test_auto_is_triton_for_cuda_tensors_with_consecutive_columns() -> None:
     kernels = importlib.import_module("rlreplay.kernels.triton_scores")
     logits = torch.zeros(4, 8, device="cuda")
-    assert scores_module._kernels("auto", logits) is kernels
-    assert scores_module._kernels("auto", logits.t()) is torch_scores
-    assert scores_module._kernels("torch", logits) is torch_scores
+    assert scores_module.kernels_of("auto", logits) is kernels
+    assert scores_module.kernels_of("auto", logits.t()) is torch_scores
+    assert scores_module.kernels_of("torch", logits) is torch_scores
     case = TestOnGpu().case(GPT2)
     same_bits(scored(case.logits, case.plan, backend="auto"), scored(case.logits, case.plan))
 

@@ -1,0 +1,76 @@
+"""Support ids sorted by column, for sums over all rows that name a column.
+
+Shapes: `N` support ids, `U` distinct columns among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+PIECE = 64
+"""Entries of one column that one program sums: a column of many entries is cut into pieces."""
+
+
+@dataclass(frozen=True, eq=False)
+class IdSegments:
+    """The order of the entries by column, cut into pieces of at most `PIECE` entries of a column.
+
+    Attributes:
+        order: int64 `[N]`, positions in the ids; by column, then as they stood (so by row).
+        columns: int64 `[U]`, the distinct columns, ascending.
+        starts: int64 `[U + 1]`, where each column's entries begin in `order`.
+        piece_starts: int64 `[P + 1]`, where each piece begins in `order`.
+        piece_columns: int64 `[P]`, the column of each piece.
+        piece_slots: int64 `[P]`, the place among the partial sums of a piece whose column has
+            several, -1 for a column's only one.
+        split_columns: int64 `[M]`, the columns of several pieces.
+        split_starts: int64 `[M + 1]`, where the partial sums of each begin.
+    """
+
+    order: Int[Tensor, " N"]
+    columns: Int[Tensor, " U"]
+    starts: Int[Tensor, " U+1"]
+    piece_starts: Int[Tensor, " P+1"]
+    piece_columns: Int[Tensor, " P"]
+    piece_slots: Int[Tensor, " P"]
+    split_columns: Int[Tensor, " M"]
+    split_starts: Int[Tensor, " M+1"]
+
+    @property
+    def num_partials(self) -> int:
+        """Pieces of columns that have several."""
+        return self.piece_columns.numel() - (self.columns.numel() - self.split_columns.numel())
+
+    @classmethod
+    def of(cls, ids: Int[Tensor, " N"]) -> IdSegments:
+        """A stable sort and a few passes over the ids; on a GPU the host waits for their counts."""
+        sorted_ids, order = torch.sort(ids, stable=True)
+        columns, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
+        columns = columns.long()
+        starts = _offsets(counts)
+        pieces = (counts + PIECE - 1) // PIECE
+        of_piece = torch.repeat_interleave(pieces)
+        first = _offsets(pieces)
+        within = torch.arange(of_piece.numel(), device=ids.device) - first[of_piece]
+        piece_starts = torch.cat([starts[of_piece] + within * PIECE, starts[-1:]])
+        several = pieces > 1
+        in_several = several[of_piece]
+        slots = torch.where(in_several, in_several.cumsum(0) - 1, -1)
+        return cls(
+            order,
+            columns,
+            starts,
+            piece_starts,
+            columns[of_piece],
+            slots,
+            columns[several],
+            _offsets(pieces[several]),
+        )
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -1,0 +1,302 @@
+"""Support logits from hidden states in Triton: N dot products, and their two gradients.
+
+The same three functions as in `torch_linear`. Shapes: `T` rows of hidden states of size `D`, `V`
+columns of this shard, `N` support ids, `U` distinct ids; e bytes an entry.
+
+Rows of `hidden`, and of the weight where an id is popular, come from the caches mostly:
+
+| kernel | bytes read and written | a sum's order |
+|---|---|---|
+| `_logits_kernel` | 2 e N D | lanes over D, then a tree |
+| `_hidden_gradient_kernel` | e N D + e T D | lanes over the row's ids, then a tree |
+| `_weight_gradient_kernel` | e N D + e' U D | lanes over a piece of the id's rows, then a tree |
+| `_split_gradient_kernel` | 4 D a piece, + e' D an id of several pieces | piece after piece |
+
+No atomics: an id that many rows name is cut into pieces whose sums are kept and added in order.
+That costs the partial sums' memory, 4 D bytes for every `PIECE` rows of such an id. Sums run in
+float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from rlreplay.kernels.rows import accumulator
+from rlreplay.plan import ReplayPlan
+
+# Fixed: the order of a sum shall not depend on the batch.
+_ENTRIES, _WARPS = 16, 4
+
+
+def support_logits(
+    hidden: Float[Tensor, "T D"],
+    weight: Float[Tensor, "V D"],
+    bias: Float[Tensor, " V"] | None,
+    plan: ReplayPlan,
+) -> Float[Tensor, " N"]:
+    """As `torch_linear.support_logits`: one program for 16 ids."""
+    logits = torch.empty(plan.num_ids, dtype=accumulator(hidden.dtype), device=hidden.device)
+    if plan.num_ids == 0:
+        return logits
+    width = hidden.shape[1]
+    block = _block(width)
+    _logits_kernel[(triton.cdiv(plan.num_ids, _ENTRIES),)](
+        hidden,
+        hidden.stride(0),
+        weight,
+        weight.stride(0),
+        bias,
+        plan.id_rows,
+        plan.ids,
+        logits,
+        plan.num_ids,
+        width,
+        EVEN=width % block == 0,
+        ENTRIES=_ENTRIES,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
+    return logits
+
+
+def hidden_gradient(
+    grad: Float[Tensor, " N"],
+    hidden: Float[Tensor, "T D"],
+    weight: Float[Tensor, "V D"],
+    plan: ReplayPlan,
+) -> Float[Tensor, "T D"]:
+    """As `torch_linear.hidden_gradient`: one program for a row and a block of its columns."""
+    gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    rows, width = hidden.shape
+    block = _block(width)
+    if gradient.numel():
+        _hidden_gradient_kernel[(rows, triton.cdiv(width, block))](
+            grad,
+            weight,
+            weight.stride(0),
+            plan.response_rows,
+            plan.response_rows.numel(),
+            plan.offsets,
+            plan.ids,
+            gradient,
+            width,
+            ENTRIES=_ENTRIES,
+            BLOCK=block,
+            num_warps=_WARPS,
+        )
+    return gradient
+
+
+def weight_gradient(
+    grad: Float[Tensor, " N"],
+    hidden: Float[Tensor, "T D"],
+    plan: ReplayPlan,
+    out: Float[Tensor, "V D"],
+    accumulate: bool,
+) -> None:
+    """As `torch_linear.weight_gradient`, without atomics: pieces of ids, then their sums."""
+    if plan.num_ids == 0:
+        return
+    segments, width = plan.by_id, hidden.shape[1]
+    block = _block(width)
+    blocks = triton.cdiv(width, block)
+    partials = torch.empty(
+        segments.num_partials, width, dtype=accumulator(hidden.dtype), device=hidden.device
+    )
+    _weight_gradient_kernel[(segments.piece_columns.numel(), blocks)](
+        grad,
+        hidden,
+        hidden.stride(0),
+        segments.order,
+        plan.id_rows,
+        segments.piece_starts,
+        segments.piece_columns,
+        segments.piece_slots,
+        partials,
+        out,
+        out.stride(0),
+        width,
+        ACCUMULATE=accumulate,
+        ENTRIES=_ENTRIES,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
+    if segments.split_columns.numel():
+        _split_gradient_kernel[(segments.split_columns.numel(), blocks)](
+            partials,
+            segments.split_starts,
+            segments.split_columns,
+            out,
+            out.stride(0),
+            width,
+            ACCUMULATE=accumulate,
+            BLOCK=block,
+            num_warps=_WARPS,
+        )
+
+
+def _block(width: int) -> int:
+    """Columns of `hidden` at a time, by shape alone."""
+    return min(256, max(16, 1 << max(0, width - 1).bit_length()))
+
+
+@triton.jit
+def _logits_kernel(
+    hidden,
+    hidden_stride,
+    weight,
+    weight_stride,
+    bias,
+    id_rows,
+    ids,
+    logits,
+    num_ids,
+    width,
+    EVEN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The logits of `ENTRIES` ids, of whatever rows."""
+    acc = logits.dtype.element_ty
+    at = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+    here = at < num_ids
+    row = tl.load(id_rows + at, mask=here, other=0)
+    column = tl.load(ids + at, mask=here, other=0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    h_rows = hidden + row[:, None] * hidden_stride + lanes[None, :]
+    w_rows = weight + column[:, None] * weight_stride + lanes[None, :]
+    total = tl.zeros((ENTRIES, BLOCK), acc)
+    for start in range(0, width, BLOCK):
+        if EVEN:
+            h = tl.load(h_rows + start)
+            w = tl.load(w_rows + start)
+        else:
+            inside = (start + lanes < width)[None, :]
+            h = tl.load(h_rows + start, mask=inside, other=0.0)
+            w = tl.load(w_rows + start, mask=inside, other=0.0)
+        total += h.to(acc) * w.to(acc)
+    value = tl.sum(total, axis=1)
+    if bias is not None:
+        value += tl.load(bias + column).to(acc)
+    tl.store(logits + at, value, mask=here)
+
+
+@triton.jit
+def _hidden_gradient_kernel(
+    grad,
+    weight,
+    weight_stride,
+    response_rows,
+    num_layout_rows,
+    offsets,
+    ids,
+    gradient,
+    width,
+    ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of `hidden`, some of its columns: the sum of its ids' rows of the weight."""
+    acc = grad.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < width
+    r = tl.load(response_rows + t, mask=t < num_layout_rows, other=-1)
+    scored = r >= 0
+    first = tl.load(offsets + r, mask=scored, other=0)
+    last = tl.load(offsets + r + 1, mask=scored, other=0)
+    total = tl.zeros((ENTRIES, BLOCK), acc)
+    for start in range(first, last, ENTRIES):
+        at = start + tl.arange(0, ENTRIES)
+        here = at < last
+        column = tl.load(ids + at, mask=here, other=0).to(tl.int64)
+        g = tl.load(grad + at, mask=here, other=0.0)
+        w = tl.load(
+            weight + column[:, None] * weight_stride + lanes[None, :],
+            mask=here[:, None] & inside[None, :],
+            other=0.0,
+        )
+        total += w.to(acc) * g[:, None]
+    value = tl.sum(total, axis=0).to(gradient.dtype.element_ty)
+    tl.store(gradient + t * width + lanes, value, mask=inside)
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    grad,
+    hidden,
+    hidden_stride,
+    order,
+    id_rows,
+    piece_starts,
+    piece_columns,
+    piece_slots,
+    partials,
+    out,
+    out_stride,
+    width,
+    ACCUMULATE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One piece of an id's rows, some columns of `hidden`."""
+    acc = grad.dtype.element_ty
+    p = tl.program_id(0)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < width
+    first = tl.load(piece_starts + p)
+    last = tl.load(piece_starts + p + 1)
+    total = tl.zeros((ENTRIES, BLOCK), acc)
+    for start in range(first, last, ENTRIES):
+        at = start + tl.arange(0, ENTRIES)
+        here = at < last
+        position = tl.load(order + at, mask=here, other=0)
+        row = tl.load(id_rows + position, mask=here, other=0)
+        g = tl.load(grad + position, mask=here, other=0.0)
+        h = tl.load(
+            hidden + row[:, None] * hidden_stride + lanes[None, :],
+            mask=here[:, None] & inside[None, :],
+            other=0.0,
+        )
+        total += h.to(acc) * g[:, None]
+    value = tl.sum(total, axis=0)
+    slot = tl.load(piece_slots + p)
+    if slot >= 0:
+        tl.store(partials + slot * width + lanes, value, mask=inside)
+    else:
+        place = out + tl.load(piece_columns + p) * out_stride + lanes
+        _write(place, value, inside, ACCUMULATE)
+
+
+@triton.jit
+def _split_gradient_kernel(
+    partials,
+    split_starts,
+    split_columns,
+    out,
+    out_stride,
+    width,
+    ACCUMULATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One id of several pieces, some columns of `hidden`: their sum, in order."""
+    m = tl.program_id(0)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < width
+    first = tl.load(split_starts + m)
+    last = tl.load(split_starts + m + 1)
+    total = tl.zeros((BLOCK,), partials.dtype.element_ty)
+    for slot in range(first, last):
+        total += tl.load(partials + slot * width + lanes, mask=inside, other=0.0)
+    place = out + tl.load(split_columns + m) * out_stride + lanes
+    _write(place, total, inside, ACCUMULATE)
+
+
+@triton.jit
+def _write(place, value, inside, ACCUMULATE: tl.constexpr):
+    if ACCUMULATE:
+        value += tl.load(place, mask=inside, other=0.0).to(value.dtype)
+    tl.store(place, value.to(place.dtype.element_ty), mask=inside)

@@ -1,0 +1,158 @@
+"""`score_hidden` on the torch backend, what it refuses, and its choice of path."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+pytest.register_assert_rewrite("tests.linear_checks", "tests.kernel_checks")
+
+from rlreplay import BackendError, ReplayError  # noqa: E402
+from rlreplay.hidden_scores import (  # noqa: E402
+    BREAK_EVEN_IDS,
+    _is_chunked,
+    sample_entropy,
+    score_hidden,
+)
+from rlreplay.id_segments import PIECE, IdSegments  # noqa: E402
+from tests.kernel_checks import make_case, weights_of  # noqa: E402
+from tests.linear_checks import SPARSE_SCORES, HiddenTests, Layer, check, scored  # noqa: E402
+
+
+class TestOnTorch(HiddenTests):
+    device = "cpu"
+    backend = "torch"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    samples=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from(["mixed", "free"])),
+        min_size=1,
+        max_size=3,
+    ),
+    vocab=st.integers(1, 12),
+    width=st.integers(1, 9),
+    max_bytes=st.integers(1, 600),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_gives_the_answers_of_whole_logits(
+    samples: Any, vocab: int, width: int, max_bytes: int, seed: int
+) -> None:
+    assume(any(response for _, response, _ in samples))
+    case = make_case("cpu", samples, vocab, seed=seed)
+    layer = Layer.of(case, width, torch.float64, bias=bool(seed % 2), seed=seed)
+    weights = weights_of(case.plan, SPARSE_SCORES)
+    for path in ("sparse", "chunked"):
+        results = scored(layer, case.plan, weights, path=path, max_bytes=max_bytes)
+        check(results, layer, case.plan, weights)
+
+
+@given(st.lists(st.integers(0, 6), max_size=400))
+def test_segments_hold_every_entry_once_by_column_and_row(ids: list[int]) -> None:
+    segments = IdSegments.of(torch.tensor(ids, dtype=torch.int32))
+    order = segments.order.tolist()
+    assert order == sorted(range(len(ids)), key=lambda n: (ids[n], n))
+    assert segments.columns.tolist() == sorted(set(ids))
+    bounds = segments.piece_starts.tolist()
+    slots = []
+    for first, last, column, slot in zip(
+        bounds[:-1],
+        bounds[1:],
+        segments.piece_columns.tolist(),
+        segments.piece_slots.tolist(),
+        strict=True,
+    ):
+        assert 0 < last - first <= PIECE
+        assert {ids[n] for n in order[first:last]} == {column}
+        assert (slot >= 0) == (ids.count(column) > PIECE)
+        slots += [slot] if slot >= 0 else []
+    assert slots == list(range(segments.num_partials))
+    assert bounds[-1] == len(ids)
+    several = [c for c in sorted(set(ids)) if ids.count(c) > PIECE]
+    assert segments.split_columns.tolist() == several
+    assert (
+        segments.split_starts.tolist()
+        == np.cumsum([0, *(-(-ids.count(c) // PIECE) for c in several)]).tolist()
+    )
+
+
+@pytest.fixture
+def case() -> Any:
+    return make_case("cpu", [(2, 4, "mixed")], 20, sizes=[3])
+
+
+def arguments(case: Any, **changes: Any) -> dict[str, Any]:
+    layer = Layer.of(case, 6, torch.float32, bias=True)
+    return {
+        "hidden": layer.hidden,
+        "weight": layer.weight,
+        "bias": layer.bias,
+        "plan": case.plan,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": torch.ones(5, 6)}, "logits rows do not match"),
+        ({"hidden": torch.ones(6)}, "hidden does not fit"),
+        ({"hidden": torch.ones(6, 6, dtype=torch.long)}, "hidden does not fit"),
+        ({"hidden": None}, "hidden does not fit"),
+        ({"hidden": torch.ones(6, 6).to_sparse()}, "hidden does not fit"),
+        ({"hidden": torch.ones(6, 6, device="meta")}, "hidden does not fit"),
+        ({"hidden": torch.ones(6, 6).bfloat16()}, "weight does not fit"),
+        ({"weight": torch.ones(20, 7)}, "weight does not fit"),
+        ({"weight": torch.ones(6, 20).T}, "weight does not fit"),
+        ({"weight": torch.ones(19, 6), "bias": None}, "logits columns do not match"),
+        ({"bias": torch.ones(19)}, "bias does not fit"),
+        ({"bias": torch.ones(20, 1)}, "bias does not fit"),
+        ({"scores": ("entropy",), "path": "sparse"}, "full-vocabulary scores on the sparse path"),
+        ({"scores": ("nothing",)}, "unknown score"),
+        ({"path": "dense"}, "unknown path"),
+        ({"weight_gradient": "both"}, "unknown weight_gradient"),
+        ({"weight_gradient": "main_grad"}, "weight.main_grad cannot take"),
+        ({"temperature": 0.0}, "temperature not above 0"),
+        ({"max_bytes": -1}, "max_bytes"),
+        ({"max_bytes": 1.5}, "max_bytes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(case: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ReplayError, match=message):
+        score_hidden(**arguments(case, **changes))
+
+
+def test_an_explicit_backend_is_obeyed_or_refused(case: Any, monkeypatch: Any) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BackendError, match="cannot run here"):
+        score_hidden(**arguments(case, backend="triton"))
+
+
+def test_sampled_entropy_refuses_what_score_hidden_refuses(case: Any) -> None:
+    given_ = arguments(case, weight=torch.ones(20, 7))
+    with pytest.raises(ReplayError, match="weight does not fit"):
+        sample_entropy(**given_, entropy_rows=2)
+    with pytest.raises(ReplayError, match="entropy_rows"):
+        sample_entropy(**arguments(case), entropy_rows=-1)
+
+
+def test_auto_is_chunked_for_full_scores_and_on_a_gpu_for_large_supports(case: Any) -> None:
+    assert _is_chunked(case.plan, ("entropy",), "auto")
+    assert not _is_chunked(case.plan, ("log_probs",), "auto")
+    many = BREAK_EVEN_IDS * case.plan.num_rows
+    for device, count, expected in (
+        ("cpu", many, False),
+        ("cuda", many, True),
+        ("cuda", many - 1, False),
+    ):
+        plan = SimpleNamespace(
+            num_support_ids=count, num_rows=case.plan.num_rows, device=torch.device(device)
+        )
+        assert _is_chunked(plan, ("log_probs",), "auto") == expected  # type: ignore[arg-type]
