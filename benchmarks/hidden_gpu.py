@@ -141,6 +141,14 @@ def gradient_error(inputs: Inputs, step: Step) -> float:
     return float((actual - exact).abs().max() / exact.abs().max())
 
 
+def weight_difference(inputs: Inputs) -> float:
+    """Between the weight's gradients of the sparse and the dense path, the largest over the
+    largest; both are rounded to bf16, the dense path's logits too."""
+    sparse = steps(inputs, through_hidden(inputs, "sparse"))["forward+backward"]()[1]
+    other = steps(inputs, dense(inputs))["forward+backward"]()[1]
+    return float((sparse - other).abs().max() / other.abs().max())
+
+
 def measure(inputs: Inputs, path: str, repeats: int) -> Iterator[Result]:
     make = {
         SPARSE: lambda: through_hidden(inputs, "sparse"),
@@ -190,10 +198,12 @@ def sweep(quick: bool) -> Iterator[Result]:
                 yield {**point, **result, "sort_ms": sort}
             if ids != 16:
                 continue
+            difference = weight_difference(inputs)
             others = (DENSE, CHUNKED, LIGER) if (rows, width) == SIZES[0] else (DENSE,)
             for path in others:
                 for result in measure(inputs, path, 7):
-                    yield {**point, **result}
+                    extra = {"weight_gradient_difference": difference} if path == DENSE else {}
+                    yield {**point, **result, **extra}
         del hidden, weight, inputs
         torch.cuda.empty_cache()
 

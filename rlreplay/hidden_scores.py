@@ -120,7 +120,7 @@ def score_hidden(
     request = Request(wanted, trained, divisor, kernels_of(backend, hidden), False)
     layer = _OutputLayer(weight, bias, _main_grad(weight, weight_gradient))
     chunked = _is_chunked(plan, wanted, path)
-    chunk = _rows_of_a_chunk(weight, max_bytes)
+    chunk = _rows_of_a_chunk(weight, max_bytes, request.kernels)
     if plan.parallel.tp_group is not None:
         hidden = _EnterVocabShards.apply(  # type: ignore[no-untyped-call]
             hidden, plan.parallel.tp_group, sequence_parallel
@@ -186,7 +186,7 @@ def sample_entropy(
             hidden, plan.parallel.tp_group, sequence_parallel
         )
     layer = _OutputLayer(weight, bias, None)
-    chunk = _rows_of_a_chunk(weight, max_bytes)
+    chunk = _rows_of_a_chunk(weight, max_bytes, request.kernels)
     (entropy,) = _chunked_scores(hidden, layer, plan, request, rows, chunk)
     if count == plan.num_rows and count:
         error = entropy.new_zeros(())
@@ -526,7 +526,9 @@ def _is_chunked(plan: ReplayPlan, wanted: tuple[str, ...], path: str) -> bool:
     return path == "chunked" or (path == "auto" and (bool(full) or (on_gpu and many)))
 
 
-def _rows_of_a_chunk(weight: Tensor, max_bytes: int) -> int:
+def _rows_of_a_chunk(weight: Tensor, max_bytes: int, kernels: ScoreKernels) -> int:
     """Rows whose logits and their gradient fit into `max_bytes`; at least one."""
-    row = 2 * weight.shape[0] * weight.element_size()
+    row = weight.shape[0] * weight.element_size()
+    if kernels is torch_scores:  # elsewhere the gradient is written over the logits
+        row *= 2
     return max(1, check_count(max_bytes, "max_bytes") // max(1, row))

@@ -167,6 +167,11 @@ class ReplayPlan:
         return IdSegments.of(self.ids)
 
     @functools.cached_property
+    def id_rows_by_id(self) -> Int[Tensor, " N"]:
+        """int64 `[N]`: `id_rows` in the order of `by_id`."""
+        return self.id_rows[self.by_id.order]
+
+    @functools.cached_property
     def on_supports(self) -> ReplayPlan:
         """The plan of the support ids' own logits `[1, N]`: every row reads its columns of one row.
 

@@ -8,8 +8,8 @@ Rows of `hidden`, and of the weight where an id is popular, come from the caches
 | kernel | bytes read and written | a sum's order |
 |---|---|---|
 | `_logits_kernel` | 2 e N D | lanes over D, then a tree |
-| `_hidden_gradient_kernel` | e N D + e T D | lanes over the row's ids, then a tree |
-| `_weight_gradient_kernel` | e N D + e' U D | lanes over a piece of the id's rows, then a tree |
+| `_hidden_gradient_kernel` | e N D + e T D | id after id |
+| `_weight_gradient_kernel` | e N D + e' U D | row after row of a piece |
 | `_split_gradient_kernel` | 4 D a piece, + e' D an id of several pieces | piece after piece |
 
 No atomics: an id that many rows name is cut into pieces whose sums are kept and added in order.
@@ -29,7 +29,7 @@ from rlreplay.kernels.rows import accumulator
 from rlreplay.plan import ReplayPlan
 
 # Fixed: the order of a sum shall not depend on the batch.
-_ENTRIES, _WARPS = 16, 4
+_ENTRIES, _WARPS, _UNROLL = 16, 4, 4
 
 
 def support_logits(
@@ -72,7 +72,7 @@ def hidden_gradient(
     """As `torch_linear.hidden_gradient`: one program for a row and a block of its columns."""
     gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     rows, width = hidden.shape
-    block = _block(width)
+    block, warps = _wide_block(width)
     if gradient.numel():
         _hidden_gradient_kernel[(rows, triton.cdiv(width, block))](
             grad,
@@ -84,9 +84,9 @@ def hidden_gradient(
             plan.ids,
             gradient,
             width,
-            ENTRIES=_ENTRIES,
+            UNROLL=_UNROLL,
             BLOCK=block,
-            num_warps=_WARPS,
+            num_warps=warps,
         )
     return gradient
 
@@ -102,17 +102,16 @@ def weight_gradient(
     if plan.num_ids == 0:
         return
     segments, width = plan.by_id, hidden.shape[1]
-    block = _block(width)
+    block, warps = _wide_block(width)
     blocks = triton.cdiv(width, block)
     partials = torch.empty(
         segments.num_partials, width, dtype=accumulator(hidden.dtype), device=hidden.device
     )
     _weight_gradient_kernel[(segments.piece_columns.numel(), blocks)](
-        grad,
+        grad[segments.order],
         hidden,
         hidden.stride(0),
-        segments.order,
-        plan.id_rows,
+        plan.id_rows_by_id,
         segments.piece_starts,
         segments.piece_columns,
         segments.piece_slots,
@@ -121,9 +120,9 @@ def weight_gradient(
         out.stride(0),
         width,
         ACCUMULATE=accumulate,
-        ENTRIES=_ENTRIES,
+        UNROLL=_UNROLL,
         BLOCK=block,
-        num_warps=_WARPS,
+        num_warps=warps,
     )
     if segments.split_columns.numel():
         _split_gradient_kernel[(segments.split_columns.numel(), blocks)](
@@ -134,14 +133,21 @@ def weight_gradient(
             out.stride(0),
             width,
             ACCUMULATE=accumulate,
+            UNROLL=_UNROLL,
             BLOCK=block,
-            num_warps=_WARPS,
+            num_warps=warps,
         )
 
 
 def _block(width: int) -> int:
     """Columns of `hidden` at a time, by shape alone."""
     return min(256, max(16, 1 << max(0, width - 1).bit_length()))
+
+
+def _wide_block(width: int) -> tuple[int, int]:
+    """Columns and warps of the gradients' programs, by shape alone: few programs of much work."""
+    block = min(2048, max(16, 1 << max(0, width - 1).bit_length()))
+    return block, max(1, min(4, block // 256))
 
 
 @triton.jit
@@ -196,11 +202,10 @@ def _hidden_gradient_kernel(
     ids,
     gradient,
     width,
-    ENTRIES: tl.constexpr,
+    UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row of `hidden`, some of its columns: the sum of its ids' rows of the weight."""
-    acc = grad.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < width
@@ -208,20 +213,10 @@ def _hidden_gradient_kernel(
     scored = r >= 0
     first = tl.load(offsets + r, mask=scored, other=0)
     last = tl.load(offsets + r + 1, mask=scored, other=0)
-    total = tl.zeros((ENTRIES, BLOCK), acc)
-    for start in range(first, last, ENTRIES):
-        at = start + tl.arange(0, ENTRIES)
-        here = at < last
-        column = tl.load(ids + at, mask=here, other=0).to(tl.int64)
-        g = tl.load(grad + at, mask=here, other=0.0)
-        w = tl.load(
-            weight + column[:, None] * weight_stride + lanes[None, :],
-            mask=here[:, None] & inside[None, :],
-            other=0.0,
-        )
-        total += w.to(acc) * g[:, None]
-    value = tl.sum(total, axis=0).to(gradient.dtype.element_ty)
-    tl.store(gradient + t * width + lanes, value, mask=inside)
+    total = _weighted_rows(
+        weight + lanes, weight_stride, ids, grad, first, last, inside, UNROLL, BLOCK
+    )
+    tl.store(gradient + t * width + lanes, total.to(gradient.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -229,8 +224,7 @@ def _weight_gradient_kernel(
     grad,
     hidden,
     hidden_stride,
-    order,
-    id_rows,
+    rows,
     piece_starts,
     piece_columns,
     piece_slots,
@@ -239,36 +233,44 @@ def _weight_gradient_kernel(
     out_stride,
     width,
     ACCUMULATE: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One piece of an id's rows, some columns of `hidden`."""
-    acc = grad.dtype.element_ty
+    """One piece of an id's rows, some columns of `hidden`. `grad` and `rows` are sorted by id."""
     p = tl.program_id(0)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < width
     first = tl.load(piece_starts + p)
     last = tl.load(piece_starts + p + 1)
-    total = tl.zeros((ENTRIES, BLOCK), acc)
-    for start in range(first, last, ENTRIES):
-        at = start + tl.arange(0, ENTRIES)
-        here = at < last
-        position = tl.load(order + at, mask=here, other=0)
-        row = tl.load(id_rows + position, mask=here, other=0)
-        g = tl.load(grad + position, mask=here, other=0.0)
-        h = tl.load(
-            hidden + row[:, None] * hidden_stride + lanes[None, :],
-            mask=here[:, None] & inside[None, :],
-            other=0.0,
-        )
-        total += h.to(acc) * g[:, None]
-    value = tl.sum(total, axis=0)
     slot = tl.load(piece_slots + p)
+    column = tl.load(piece_columns + p)
+    total = _weighted_rows(
+        hidden + lanes, hidden_stride, rows, grad, first, last, inside, UNROLL, BLOCK
+    )
     if slot >= 0:
-        tl.store(partials + slot * width + lanes, value, mask=inside)
+        tl.store(partials + slot * width + lanes, total, mask=inside)
     else:
-        place = out + tl.load(piece_columns + p) * out_stride + lanes
-        _write(place, value, inside, ACCUMULATE)
+        _write(out + column * out_stride + lanes, total, inside, ACCUMULATE)
+
+
+@triton.jit
+def _weighted_rows(
+    matrix, stride, rows, factors, first, last, inside, UNROLL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The sum of factors[i] * matrix[rows[i]] for i in [first, last), one after another.
+
+    The loads of `UNROLL` rows are under way at a time.
+    """
+    acc = factors.dtype.element_ty
+    total = tl.zeros((BLOCK,), acc)
+    for start in range(first, last, UNROLL):
+        for i in tl.static_range(UNROLL):
+            at = tl.minimum(start + i, last - 1)  # past the end, the last row again, times 0
+            row = tl.load(rows + at).to(tl.int64)
+            factor = tl.where(start + i < last, tl.load(factors + at), 0.0)
+            values = tl.load(matrix + row * stride, mask=inside, other=0.0)
+            total += values.to(acc) * factor
+    return total
 
 
 @triton.jit
@@ -280,6 +282,7 @@ def _split_gradient_kernel(
     out_stride,
     width,
     ACCUMULATE: tl.constexpr,
+    UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One id of several pieces, some columns of `hidden`: their sum, in order."""
@@ -289,8 +292,11 @@ def _split_gradient_kernel(
     first = tl.load(split_starts + m)
     last = tl.load(split_starts + m + 1)
     total = tl.zeros((BLOCK,), partials.dtype.element_ty)
-    for slot in range(first, last):
-        total += tl.load(partials + slot * width + lanes, mask=inside, other=0.0)
+    for start in range(first, last, UNROLL):
+        for i in tl.static_range(UNROLL):
+            at = tl.minimum(start + i, last - 1)
+            partial = tl.load(partials + at * width + lanes, mask=inside, other=0.0)
+            total += tl.where(start + i < last, partial, 0.0)
     place = out + tl.load(split_columns + m) * out_stride + lanes
     _write(place, total, inside, ACCUMULATE)
 
