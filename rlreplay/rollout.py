@@ -5,9 +5,11 @@ Shapes: `P` prompt tokens, `n` response tokens (rows), `N` support ids in total.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ from rlreplay.sampling_mask import (
     IntArray,
     IntArrayLike,
     RolloutSamplingMask,
+    check_count,
     float_array,
     frozen,
     host_array,
@@ -44,6 +47,7 @@ _SAME_VALUE = 1e-5
 
 _WRONG_RATIO = "the importance ratio would be taken between two different policies"
 _SHIFTED = "later tokens would be scored with another token's values"
+_WRONG_CONTEXT = "the trainer would condition on other tokens than the engine did"
 
 
 class WeightVersionSpan(NamedTuple):
@@ -145,6 +149,142 @@ class Rollout:
         """`P + n`."""
         return self.prompt_ids.size + self.response_ids.size
 
+    # Turns, resumed requests, and cutting off
+
+    @classmethod
+    def merge_turns(
+        cls,
+        turns: Iterable[Rollout],
+        *,
+        tool_tokens: Literal["forced", "unrestricted"] = "forced",
+    ) -> Rollout:
+        """The turns of one conversation as one rollout that is scored in one forward.
+
+        Each turn's prompt is the prompt and response of the turn before, and then the tokens that
+        a tool or the environment added. Those become response tokens that the loss mask leaves
+        out, with rollout log-prob 0, and are charged to the weights that read them, the next
+        turn's.
+
+        Args:
+            turns: at least one, in order.
+            tool_tokens: the support of what no sampler drew: `"forced"` for singleton rows,
+                `"unrestricted"` for rows scored over the full vocabulary.
+
+        Returns:
+            A rollout with the first turn's prompt and the last turn's finish reason. Neighbouring
+            spans of one weight version are joined.
+
+        Raises:
+            ReplayError: a turn that does not start with what came before, with the first position
+                that differs; an optional field that some of the turns with a response have and
+                others lack.
+        """
+        if not (isinstance(tool_tokens, str) and tool_tokens in ("forced", "unrestricted")):
+            raise ReplayError(
+                "tool_tokens names no kind of row",
+                expected="'forced' or 'unrestricted'",
+                got=shown(tool_tokens),
+                consequence="tokens that no sampler drew would get a support that nobody asked for",
+            )
+        listed = _turn_list(turns)
+        between = [
+            _continuation(before, after, f"the prompt of turn {k}")
+            for k, (before, after) in enumerate(itertools.pairwise(listed), start=1)
+        ]
+        return _joined(listed, between, forced=tool_tokens == "forced")
+
+    def resume(self, rest: Rollout) -> Rollout:
+        """This rollout and what the engine went on to sample after an abort, as one.
+
+        Args:
+            rest: of a request whose prompt was this rollout's prompt and response.
+
+        Returns:
+            A rollout with the finish reason of `rest`. Neighbouring spans of one weight version
+            are joined.
+
+        Raises:
+            ReplayError: a prompt of `rest` that is not exactly that, with the first position that
+                differs; an optional field that one of the two has and the other lacks (unless that
+                one has no response).
+        """
+        listed = _turn_list([self, rest])
+        extra = _continuation(self, rest, "the prompt of the resumed request")
+        if extra.size:
+            raise ReplayError(
+                "the prompt of the resumed request holds more than was sampled",
+                expected=f"{self.total_length} tokens (merge_turns takes tokens in between)",
+                got=f"{rest.prompt_ids.size}",
+                consequence="tokens that no sampler drew would enter the loss",
+            )
+        return _joined(listed, [extra], forced=True)
+
+    def truncate(self, n: int, *, finish_reason: str | None = None) -> Rollout:
+        """The first `n` response tokens, `0 <= n <= len(self)`.
+
+        Args:
+            finish_reason: why the response ends there. If None, the rollout's own where nothing is
+                cut off, and None (it has not ended) otherwise.
+
+        Raises:
+            ReplayError: `n` above the number of response tokens.
+        """
+        keep = check_count(n, "the number of response tokens to keep")
+        if keep > len(self):
+            raise ReplayError(
+                "more tokens would be kept than the response has",
+                expected=f"at most {len(self)}",
+                got=f"{keep}",
+                consequence="tokens would be scored that nobody sampled",
+            )
+        if finish_reason is None and keep == len(self):
+            finish_reason = self.finish_reason
+        log_probs, support = self.rollout_log_probs, self.support_log_probs
+        num_ids = self.sampling_mask.offsets[keep]
+        return Rollout(
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids[:keep],
+            sampling_mask=self.sampling_mask.truncate(keep),
+            rollout_log_probs=None if log_probs is None else log_probs[:keep],
+            support_log_probs=None if support is None else support[:num_ids],
+            loss_mask=self.loss_mask[:keep],
+            weight_versions=_cut_spans(self.weight_versions, keep),
+            finish_reason=finish_reason,
+        )
+
+    def truncate_at_stop(
+        self, stop: str | Sequence[str], decode: Callable[[list[int]], str]
+    ) -> Rollout:
+        """Cut off after the token that completes a stop string, with finish reason `"stop"`.
+
+        Equivalent to `truncate(k, finish_reason="stop")` for the least k where
+        `decode(response_ids[:k])` contains a stop string, and to the rollout itself where no k
+        does. Found by bisection: `decode` is called `log2(n) + 1` times or so, and must not take
+        back text, so that what a prefix's text contains a longer one's does as well.
+
+        Args:
+            stop: a stop string, or several.
+            decode: token ids to text, such as a tokenizer's `decode`.
+
+        Raises:
+            ReplayError: a stop string that is empty or no text; `decode` returning no text.
+        """
+        strings = _stop_strings(stop)
+        ids = self.response_ids.tolist()
+
+        def stops(count: int) -> bool:
+            text = decode(ids[:count])
+            if not isinstance(text, str):
+                raise _no_stop("decode to return a string", shown(text))
+            return any(string in text for string in strings)
+
+        if not ids or not stops(len(ids)):
+            return self
+        keep = bisect.bisect_left(range(len(ids)), True, lo=1, key=stops)
+        return self.truncate(keep, finish_reason="stop")
+
+    # Value semantics
+
     def __len__(self) -> int:
         """The number of response tokens."""
         return self.response_ids.size
@@ -175,6 +315,151 @@ def _unpickle(fields: dict[str, Any]) -> Rollout:
     rollout = Rollout.__new__(Rollout)
     rollout._store(**fields)
     return rollout
+
+
+# Joining and cutting
+
+
+def _turn_list(turns: Any) -> list[Rollout]:
+    listed = list(turns) if is_iterable(turns) else [turns]
+    wrong = [turn for turn in listed if not isinstance(turn, Rollout)]
+    if wrong or not listed:
+        raise ReplayError(
+            "turns are no rollouts",
+            expected="at least one Rollout",
+            got=shown(wrong[0]) if wrong else "none",
+            consequence="there would be nothing to score",
+        )
+    return listed
+
+
+def _continuation(before: Rollout, after: Rollout, name: str) -> IntArray:
+    """What the prompt of `after` adds to the tokens of `before`; `name` is what errors call it."""
+    known, prompt = before.tokens, after.prompt_ids
+    common = min(known.size, prompt.size)
+    differs = known[:common] != prompt[:common]
+    at = int(np.argmax(differs)) if differs.any() else common
+    if at < known.size:
+        raise ReplayError(
+            f"{name} does not start with what came before",
+            expected=f"token {int(known[at])} at position {at}",
+            got=f"{int(prompt[at])}" if at < prompt.size else f"the end of {at} prompt tokens",
+            consequence=_WRONG_CONTEXT,
+        )
+    return prompt[known.size :]
+
+
+def _joined(turns: list[Rollout], between: list[IntArray], *, forced: bool) -> Rollout:
+    """The turns as one, with the tokens `between[k]` after turn k."""
+    first, last = turns[0], turns[-1]
+    pieces: list[Rollout | _Gap] = [first]
+    for tokens, turn in zip(between, turns[1:], strict=True):
+        pieces += [_gap(tokens, forced), turn]
+    sampled = [turn for turn in turns if len(turn)] or turns
+
+    def joined(name: str) -> Any:
+        if not _all_or_none(sampled, name):
+            return None
+        values = [getattr(piece, name) for piece in pieces]
+        # what lacks it now is a turn without a response
+        return np.concatenate([value for value in values if value is not None])
+
+    return Rollout(
+        prompt_ids=first.prompt_ids,
+        response_ids=np.concatenate([piece.response_ids for piece in pieces]),
+        sampling_mask=RolloutSamplingMask.concat(piece.sampling_mask for piece in pieces),
+        rollout_log_probs=joined("rollout_log_probs"),
+        support_log_probs=joined("support_log_probs"),
+        loss_mask=np.concatenate([piece.loss_mask for piece in pieces]),
+        weight_versions=_joined_spans(sampled, first.prompt_ids.size, last),
+        finish_reason=last.finish_reason,
+    )
+
+
+class _Gap(NamedTuple):
+    """Tokens that no sampler drew, with the fields of a rollout that have a value a token or id."""
+
+    response_ids: IntArray
+    sampling_mask: RolloutSamplingMask
+    rollout_log_probs: FloatArray
+    support_log_probs: FloatArray
+    loss_mask: BoolArray
+
+
+def _gap(tokens: IntArray, forced: bool) -> _Gap:
+    n = tokens.size
+    mask = RolloutSamplingMask.forced(tokens) if forced else RolloutSamplingMask.full(n)
+    zeros = np.zeros(n, np.float32)
+    return _Gap(tokens, mask, zeros, zeros[: mask.ids.size], np.zeros(n, np.bool_))
+
+
+def _all_or_none(turns: list[Rollout], name: str) -> bool:
+    """Do the turns have this optional field? All must agree."""
+    has = [getattr(turn, name) is not None for turn in turns]
+    if len(set(has)) > 1:
+        raise _field_missing(name, has)
+    return has[0]
+
+
+def _field_missing(name: str, has: list[bool]) -> ReplayError:
+    return ReplayError(
+        f"some turns have {name} and others lack them",
+        expected="all of the turns that have a response, or none",
+        got=f"{sum(has)} of {len(has)}",
+        consequence="values would be dropped or made up",
+    )
+
+
+def _joined_spans(
+    turns: list[Rollout], prompt_length: int, last: Rollout
+) -> list[tuple[str, int, int]]:
+    """The spans of the turns, each stretched back to the end of the one before."""
+    has = [bool(turn.weight_versions) for turn in turns]
+    if len(set(has)) > 1:
+        raise _field_missing("weight_versions", has)
+    n = last.total_length - prompt_length
+    ends = [
+        (span.version, turn.prompt_ids.size - prompt_length + span.end)
+        for turn in turns
+        for span in turn.weight_versions
+    ]
+    if not ends:
+        return []
+    spans: list[tuple[str, int, int]] = []
+    for version, end in ends:
+        start = spans[-1][2] if spans else 0
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1], end)
+        elif end > start:
+            spans.append((version, start, end))
+    # Tokens after the last span can only be those before a last turn without a response.
+    version, start, _ = spans[-1] if spans else (ends[-1][0], 0, 0)
+    return [*spans[:-1], (version, start, n)]
+
+
+def _cut_spans(spans: Iterable[WeightVersionSpan], n: int) -> list[tuple[str, int, int]]:
+    return [
+        (span.version, span.start, min(span.end, n))
+        for span in spans
+        if span.start < max(n, 1)  # a response without tokens keeps its first version
+    ]
+
+
+def _stop_strings(stop: Any) -> list[str]:
+    listed = [stop] if isinstance(stop, str) else list(stop) if is_iterable(stop) else []
+    wrong = [string for string in listed if not (isinstance(string, str) and string)]
+    if wrong or not listed:
+        raise _no_stop("a stop string of at least one character, or several", shown(stop))
+    return listed
+
+
+def _no_stop(expected: str, got: str) -> ReplayError:
+    return ReplayError(
+        "no stop string can be looked for",
+        expected=expected,
+        got=got,
+        consequence="the response would be cut off at the wrong token, or not at all",
+    )
 
 
 def token_array(values: Any, name: str, vocab_size: int | None = None) -> IntArray:

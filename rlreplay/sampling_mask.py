@@ -92,7 +92,7 @@ class RolloutSamplingMask:
         object.__setattr__(self, "_offsets", frozen(offsets))
 
     @classmethod
-    def _trusted(cls, ids: IdArray, offsets: IntArray) -> Self:
+    def of_checked(cls, ids: IdArray, offsets: IntArray) -> Self:
         """Wrap arrays that are canonical already and that nobody else can write to."""
         mask = cls.__new__(cls)
         mask._freeze(ids, offsets)
@@ -115,7 +115,7 @@ class RolloutSamplingMask:
         """
         ids, offsets = _flatten_rows(rows, allow_unrestricted)
         own_ids, _ = _canonical(ids, offsets, vocab_size, allow_unrestricted, None)
-        return cls._trusted(own_ids, offsets)
+        return cls.of_checked(own_ids, offsets)
 
     @classmethod
     def from_mask_list_with_values(
@@ -135,7 +135,7 @@ class RolloutSamplingMask:
         _check_same_lengths(offsets, value_offsets)
         own_ids, own_values = _canonical(ids, offsets, vocab_size, allow_unrestricted, flat)
         assert own_values is not None
-        return cls._trusted(own_ids, offsets), own_values
+        return cls.of_checked(own_ids, offsets), own_values
 
     @classmethod
     def from_csr_with_values(
@@ -168,7 +168,7 @@ class RolloutSamplingMask:
             wide_ids, own_offsets, vocab_size, allow_unrestricted, flat
         )
         assert own_values is not None
-        return cls._trusted(own_ids, own_offsets), own_values
+        return cls.of_checked(own_ids, own_offsets), own_values
 
     @classmethod
     def from_dense(cls, mask: npt.NDArray[np.bool_] | torch.Tensor | Sequence[Any]) -> Self:
@@ -178,7 +178,7 @@ class RolloutSamplingMask:
         _, columns = np.nonzero(dense)
         offsets = offsets_of(np.count_nonzero(dense, axis=1))
         _check_no_empty_row(offsets)
-        return cls._trusted(columns.astype(np.int32), offsets)
+        return cls.of_checked(columns.astype(np.int32), offsets)
 
     @classmethod
     def from_packed_bits(cls, bits: npt.NDArray[np.uint8] | torch.Tensor, vocab_size: int) -> Self:
@@ -216,7 +216,7 @@ class RolloutSamplingMask:
             counts.append(np.count_nonzero(dense, axis=1).astype(np.int64))
         offsets = offsets_of(np.concatenate(counts))
         _check_no_empty_row(offsets)
-        return cls._trusted(np.concatenate(parts), offsets)
+        return cls.of_checked(np.concatenate(parts), offsets)
 
     @classmethod
     def forced(cls, tokens: IntArrayLike, *, vocab_size: int | None = None) -> Self:
@@ -231,7 +231,7 @@ class RolloutSamplingMask:
     def full(cls, n: int) -> Self:
         """`n` unrestricted rows: tokens that are scored over the full vocabulary."""
         count = check_count(n, "the number of rows")
-        return cls._trusted(np.zeros(0, np.int32), np.zeros(count + 1, np.int64))
+        return cls.of_checked(np.zeros(0, np.int32), np.zeros(count + 1, np.int64))
 
     @classmethod
     def concat(cls, masks: Iterable[RolloutSamplingMask]) -> Self:
@@ -244,7 +244,7 @@ class RolloutSamplingMask:
                 raise _not_a_mask("RolloutSamplingMask", part, index)
         ids = np.concatenate([np.zeros(0, np.int32), *(p._ids for p in parts)])
         lengths = np.concatenate([np.zeros(0, np.int64), *(p.lengths for p in parts)])
-        return cls._trusted(ids, offsets_of(lengths))
+        return cls.of_checked(ids, offsets_of(lengths))
 
     # Reading
 
@@ -351,7 +351,7 @@ class RolloutSamplingMask:
     def _slice(self, first: int, last: int) -> RolloutSamplingMask:
         offsets = self._offsets[first : last + 1]
         ids = self._ids[offsets[0] : offsets[-1]]
-        return RolloutSamplingMask._trusted(ids, offsets - offsets[0])
+        return RolloutSamplingMask.of_checked(ids, offsets - offsets[0])
 
     def _check_rows(self, first: int, last: int) -> None:
         if first < 0 or last > len(self):
@@ -411,7 +411,7 @@ class RolloutSamplingMask:
         below = offsets_of(self._ids < np.repeat(tokens, self.lengths))
         at = self._offsets[:-1] + below[self._offsets[1:]] - below[self._offsets[:-1]]
         ids = np.insert(self._ids, at[rows], tokens[rows].astype(np.int32))
-        return RolloutSamplingMask._trusted(ids, offsets_of(self.lengths + rows))
+        return RolloutSamplingMask.of_checked(ids, offsets_of(self.lengths + rows))
 
     def _one_a_row(self, tokens: IntArrayLike) -> IntArray:
         wanted = integer_array(tokens, "tokens")
@@ -456,7 +456,7 @@ class RolloutSamplingMask:
 
 
 def _unpickle(ids: IdArray, offsets: IntArray) -> RolloutSamplingMask:
-    return RolloutSamplingMask._trusted(ids, offsets)
+    return RolloutSamplingMask.of_checked(ids, offsets)
 
 
 def integer_array(values: Any, name: str) -> IntArray:

@@ -432,3 +432,322 @@ def test_an_empty_response_has_an_empty_span_or_none():
 def test_finish_reason_is_text(bad):
     with refused("finish_reason"):
         make(finish_reason=bad)
+
+
+# Turns, resumed requests, and cutting off
+
+
+def part(whole: Rollout, start: int, end: int, **changes):
+    """What an engine would have returned for these tokens, asked to go on from those before."""
+    ids = whole.sampling_mask.offsets
+    spans = whole.weight_versions
+    fields = {
+        "prompt_ids": whole.tokens[: whole.prompt_ids.size + start],
+        "response_ids": whole.response_ids[start:end],
+        "sampling_mask": whole.sampling_mask[start:end],
+        "rollout_log_probs": whole.rollout_log_probs[start:end],
+        "support_log_probs": whole.support_log_probs[ids[start] : ids[end]],
+        "loss_mask": whole.loss_mask[start:end],
+        "weight_versions": [
+            (s.version, max(s.start, start) - start, min(s.end, end) - start)
+            for s in spans
+            if max(s.start, start) < min(s.end, end)
+        ],
+        "finish_reason": whole.finish_reason,
+    }
+    return Rollout(**{**fields, **changes})
+
+
+@st.composite
+def whole_rollouts(draw, min_size=0):
+    """Rollouts with every field; neighbouring spans differ in their version."""
+    response = draw(drawn_responses(min_size=min_size))
+    n = len(response)
+    bounds = [(start, end) for start, end in spans(draw(cuts(n))) if end > start]
+    return response.rollout(
+        weight_versions=[(str(i % 2), *bound) for i, bound in enumerate(bounds)],
+        loss_mask=draw(st.lists(st.booleans(), min_size=n, max_size=n)),
+        support_log_probs=response.sorted_support_log_probs(),
+    )
+
+
+@given(whole_rollouts(), st.data())
+def test_resume_undoes_an_abort(whole, data):
+    at = data.draw(st.integers(0, len(whole)))
+    begun = whole.truncate(at, finish_reason="abort")
+    assert begun == part(whole, 0, at, finish_reason="abort", **versions_of_nothing(whole, at))
+    resumed = begun.resume(part(whole, at, len(whole)))
+    assert resumed == whole
+
+
+def versions_of_nothing(whole: Rollout, at: int):
+    """A truncated rollout keeps its first version even where no token is left."""
+    empty = [(span.version, 0, 0) for span in whole.weight_versions[:1]]
+    return {"weight_versions": empty} if at == 0 else {}
+
+
+@given(whole_rollouts(), st.data())
+def test_resume_any_number_of_times(whole, data):
+    pieces = [part(whole, a, b) for a, b in spans(data.draw(cuts(len(whole))))]
+    left = pieces[0]
+    for piece in pieces[1:]:
+        left = left.resume(piece)
+    assert left == whole
+    right = pieces[-1]
+    for piece in pieces[-2::-1]:
+        right = piece.resume(right)
+    assert right == whole
+    assert Rollout.merge_turns(pieces) == whole, "turns without tokens in between"
+
+
+@given(whole_rollouts(), st.data())
+def test_truncate(whole, data):
+    n = data.draw(st.integers(0, len(whole)))
+    m = data.draw(st.integers(0, n))
+    cut = whole.truncate(n)
+    assert len(cut) == n
+    assert cut.truncate(m) == whole.truncate(m, finish_reason=cut.truncate(m).finish_reason)
+    assert cut.tokens.tolist() == whole.tokens.tolist()[: whole.prompt_ids.size + n]
+    assert cut.sampling_mask.to_mask_list() == whole.sampling_mask.to_mask_list()[:n]
+    assert whole.truncate(len(whole)) == whole
+    assert cut.finish_reason == (whole.finish_reason if n == len(whole) else None)
+    assert whole.truncate(n, finish_reason="length").finish_reason == "length"
+
+
+def test_truncate_is_written_out():
+    assert make().truncate(2) == Rollout(
+        prompt_ids=[1, 2],
+        response_ids=[7, 5],
+        sampling_mask=MASK[:2],
+        rollout_log_probs=[LOG_HALF, 0.0],
+        support_log_probs=[LOG_HALF] * 2 + [0.0],
+        loss_mask=[True, False],
+        weight_versions=[("7", 0, 2)],
+    )
+    assert make().truncate(1).weight_versions == (("7", 0, 1),)
+    assert without_log_probs().truncate(1).rollout_log_probs is None
+
+
+@pytest.mark.parametrize("n", [-1, 1.0, None, True, "2"])
+def test_truncate_takes_a_count(n):
+    with refused("not a count"):
+        make().truncate(n)
+
+
+def test_truncate_keeps_no_more_than_there_is():
+    with refused("more tokens would be kept"):
+        make().truncate(4)
+
+
+# Turns
+
+
+@given(whole_rollouts(), st.data(), st.sampled_from(["forced", "unrestricted"]))
+def test_merge_turns_is_a_rollout_whose_tools_are_left_out(whole, data, tool_tokens):
+    """Tokens of a whole rollout are declared to be tool tokens, and everything else must stay."""
+    ends = data.draw(cuts(len(whole)))
+    bounds = spans(ends)
+    sampled, tools = bounds[::2], bounds[1::2]
+    turns = [part(whole, a, b, weight_versions=[("7", 0, b - a)]) for a, b in sampled]
+    merged = Rollout.merge_turns(turns, tool_tokens=tool_tokens)
+
+    n = sampled[-1][1]
+    rows, log_probs = whole.sampling_mask.to_mask_list(), whole.rollout_log_probs.tolist()
+    loss_mask, tokens = whole.loss_mask.tolist(), whole.response_ids.tolist()
+    for a, b in tools:
+        for t in range(a, b):
+            rows[t] = [tokens[t]] if tool_tokens == "forced" else None
+            log_probs[t], loss_mask[t] = 0.0, False
+    assert merged.tokens.tolist() == whole.tokens.tolist()[: whole.prompt_ids.size + n]
+    assert merged.sampling_mask.to_mask_list() == rows[:n]
+    assert merged.loss_mask.tolist() == loss_mask[:n]
+    assert merged.rollout_log_probs.tolist() == log_probs[:n]
+    assert merged.support_log_probs.size == merged.sampling_mask.ids.size
+    assert merged.weight_versions == (("7", 0, n),)
+    assert merged.finish_reason == whole.finish_reason
+
+
+def second_turn(**changes):
+    """Goes on from `make()` after two tool tokens, 40 and 41."""
+    fields = {
+        "prompt_ids": [1, 2, 7, 5, 2, 40, 41],
+        "response_ids": [6],
+        "sampling_mask": RolloutSamplingMask.from_mask_list([[6, 8]]),
+        "rollout_log_probs": [LOG_HALF],
+        "support_log_probs": [LOG_HALF, LOG_HALF],
+        "weight_versions": [("8", 0, 1)],
+        "finish_reason": "length",
+    }
+    return Rollout(**{**fields, **changes})
+
+
+def test_merge_turns_is_written_out():
+    merged = Rollout.merge_turns([make(), second_turn()])
+    assert merged == Rollout(
+        prompt_ids=[1, 2],
+        response_ids=[7, 5, 2, 40, 41, 6],
+        sampling_mask=RolloutSamplingMask.from_mask_list(
+            [[3, 7], [5], [9, 2, 4], [40], [41], [6, 8]]
+        ),
+        rollout_log_probs=[LOG_HALF, 0.0, LOG_THIRD, 0.0, 0.0, LOG_HALF],
+        support_log_probs=[LOG_HALF] * 2 + [0.0] + [LOG_THIRD] * 3 + [0.0] * 2 + [LOG_HALF] * 2,
+        loss_mask=[True, False, True, False, False, True],
+        weight_versions=[("7", 0, 2), ("8", 2, 6)],
+        finish_reason="length",
+    )
+    free = Rollout.merge_turns([make(), second_turn()], tool_tokens="unrestricted")
+    assert free.sampling_mask.to_mask_list()[3:5] == [None, None]
+    assert free.support_log_probs.tolist() == pytest.approx(
+        [LOG_HALF] * 2 + [0.0] + [LOG_THIRD] * 3 + [LOG_HALF] * 2
+    )
+
+
+def test_tool_tokens_are_charged_to_the_weights_that_read_them():
+    merged = Rollout.merge_turns([make(), second_turn(weight_versions=[("9", 0, 1)])])
+    assert merged.weight_versions == (("7", 0, 2), ("8", 2, 3), ("9", 3, 6))
+
+
+def test_a_turn_without_response_may_lack_what_others_have():
+    bare = {"response_ids": [], "sampling_mask": RolloutSamplingMask.full(0)}
+    no_values = {"rollout_log_probs": None, "support_log_probs": None, "weight_versions": ()}
+    silent = second_turn(**bare, **no_values)
+    merged = Rollout.merge_turns([make(), silent])
+    assert merged.weight_versions == (("7", 0, 2), ("8", 2, 5))
+    assert merged.rollout_log_probs.tolist()[3:] == [0.0, 0.0]
+    last = second_turn(prompt_ids=[*silent.tokens, 42])
+    assert Rollout.merge_turns([make(), silent, last]).weight_versions == (("7", 0, 2), ("8", 2, 7))
+    alone = Rollout.merge_turns([make().truncate(0), make().truncate(0)])
+    assert alone.weight_versions == (("7", 0, 0),)
+
+
+def test_one_turn_is_itself():
+    assert Rollout.merge_turns([make()]) == make()
+    assert Rollout.merge_turns(iter([make(), second_turn()])) == Rollout.merge_turns(
+        [make(), second_turn()]
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "position", "got"),
+    [
+        ([1, 3, 7, 5, 2, 40], 1, "3"),
+        ([1, 2, 7, 5, 9, 40], 4, "9"),
+        ([1, 2, 7], 3, "the end of 3 prompt tokens"),
+        ([9], 0, "9"),
+    ],
+)
+def test_a_turn_starts_with_what_came_before(prompt, position, got):
+    other = second_turn(prompt_ids=prompt)
+    with refused("turn 1 does not start with what came before") as caught:
+        Rollout.merge_turns([make(), other])
+    assert f"position {position}" in caught.value.expected
+    assert caught.value.got == got
+    with refused("resumed request does not start with what came before"):
+        make().resume(other)
+
+
+def test_only_the_turn_that_differs_is_blamed():
+    with refused("the prompt of turn 2 "):
+        Rollout.merge_turns([make(), second_turn(), second_turn()])
+
+
+def test_nothing_comes_between_an_abort_and_its_rest():
+    with refused("holds more than was sampled") as caught:
+        make().resume(second_turn())
+    assert "5 tokens" in caught.value.expected
+    assert caught.value.got == "7"
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"),
+    [
+        ("rollout_log_probs", {"rollout_log_probs": None, "support_log_probs": None}),
+        ("support_log_probs", {"support_log_probs": None}),
+        ("weight_versions", {"weight_versions": ()}),
+    ],
+)
+def test_turns_agree_on_optional_fields(name, lacking):
+    for turns in ([make(**lacking), second_turn()], [make(), second_turn(**lacking)]):
+        with refused(f"some turns have {name}") as caught:
+            Rollout.merge_turns(turns)
+        assert caught.value.got == "1 of 2"
+    merged = Rollout.merge_turns([make(**lacking), second_turn(**lacking)])
+    assert not getattr(merged, name)
+
+
+@pytest.mark.parametrize(
+    "bad", [None, 7, "ab", [], [None], [{}], ["ab"], np.zeros(2), torch.ones(2)]
+)
+def test_turns_are_rollouts(bad):
+    with refused("turns are no rollouts"):
+        Rollout.merge_turns(bad)
+    with refused("turns are no rollouts"):
+        make().resume(bad)
+
+
+@pytest.mark.parametrize("bad", [None, "", "full", True, np.zeros(2)])
+def test_tool_tokens_have_a_known_support(bad):
+    with refused("tool_tokens"):
+        Rollout.merge_turns([make(), second_turn()], tool_tokens=bad)
+
+
+# Stop strings
+
+
+def spelled(texts):
+    """A decoder of a vocabulary, and how often it was called."""
+    calls = []
+
+    def decode(ids):
+        calls.append(len(ids))
+        return "".join(texts[i] for i in ids)
+
+    return decode, calls
+
+
+def saying(tokens):
+    return Rollout(
+        prompt_ids=[0],
+        response_ids=tokens,
+        sampling_mask=RolloutSamplingMask.forced(tokens),
+        finish_reason="length",
+    )
+
+
+TEXTS = ["", "a", "b", "ab", "ba", "aab", "c"]
+
+
+@given(
+    st.lists(st.integers(0, len(TEXTS) - 1), max_size=40),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_truncate_at_stop_finds_the_shortest_prefix(tokens, stop):
+    decode, calls = spelled(TEXTS)
+    rollout = saying(tokens)
+    cut = rollout.truncate_at_stop(stop, decode)
+    assert len(calls) <= 1 + max(1, len(tokens)).bit_length()
+    for k in range(len(tokens) + 1):
+        if any(string in decode(tokens[:k]) for string in stop):
+            assert cut == rollout.truncate(k, finish_reason="stop")
+            return
+    assert cut is rollout
+
+
+def test_truncate_at_stop_takes_one_string():
+    decode, _ = spelled(TEXTS)
+    rollout = saying([1, 2, 6, 1])
+    assert rollout.truncate_at_stop("bc", decode) == rollout.truncate(3, finish_reason="stop")
+    assert rollout.truncate_at_stop("ca", decode).finish_reason == "stop", "nothing is cut off"
+    assert saying([]).truncate_at_stop("a", decode) == saying([])
+
+
+@pytest.mark.parametrize("stop", ["", [], [""], ["a", ""], None, 7, [7], b"a", [b"a"], np.zeros(2)])
+def test_stop_strings_are_text(stop):
+    with refused("no stop string"):
+        saying([1]).truncate_at_stop(stop, spelled(TEXTS)[0])
+
+
+@pytest.mark.parametrize("text", [None, b"a", ["a"], 7])
+def test_decode_returns_text(text):
+    with refused("no stop string"):
+        saying([1]).truncate_at_stop("a", lambda ids: text)
