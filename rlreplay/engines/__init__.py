@@ -4,6 +4,6 @@ Every loader fails closed: a missing mask, a count that does not agree, a value 
 or a sampled token outside its support is a `ReplayError` that names the sample and the row.
 """
 
-from rlreplay.engines import sglang, slime, vllm
+from rlreplay.engines import sglang, slime, transformers, vllm
 
-__all__ = ["sglang", "slime", "vllm"]
+__all__ = ["sglang", "slime", "transformers", "vllm"]

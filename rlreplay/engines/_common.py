@@ -98,7 +98,7 @@ def same_value(a: Any, b: Any) -> bool:
     """`a == b` for payload values; False where they do not compare (arrays, deep nesting)."""
     try:
         return bool(a == b)
-    except (ValueError, TypeError, RuntimeError):
+    except Exception:  # whatever the values' own comparison raises
         return False
 
 
@@ -132,8 +132,8 @@ def sequence(value: Any, name: str) -> list[Any] | tuple[Any, ...]:
 
 
 def items(values: Any, name: str, what: str) -> list[Any]:
-    """The items of any iterable of objects: not of text, a dict, an array or a tensor."""
-    if not is_iterable(values):
+    """The items of any iterable of objects: not of text, a dict, an array, a tensor or a range."""
+    if not is_iterable(values) or isinstance(values, range):  # a range may be longer than memory
         wrong_type(name, f"an iterable of {what}", values)
     return list(values)
 

@@ -92,24 +92,29 @@ def _mask(value: Any, n: int, options: LoadOptions) -> RolloutSamplingMask | Non
 
 def read_mask(value: Any, n: int) -> RolloutSamplingMask:
     """The `sampling_mask` of `n` tokens in any of its forms, or read already."""
-    rows, offsets = _mask_parts(value)
+    rows, offsets = mask_parts(value)
     if isinstance(value, RolloutSamplingMask):
         mask = value
     elif offsets is not None:
         mask = RolloutSamplingMask(rows, offsets)
     else:
-        rows = sequence(rows, "sampling_mask")
-        check_agrees("the number of mask rows", len(rows), n, "token_ids")
-        mask = RolloutSamplingMask.from_mask_list(rows)
+        mask = RolloutSamplingMask.from_mask_list(mask_rows(rows, n))
     check_agrees("the number of mask rows", len(mask), n, "token_ids")
     return mask
 
 
-def _mask_parts(value: Any) -> tuple[Any, Any]:
+def mask_parts(value: Any) -> tuple[Any, Any]:
     """(rows, None) of a nested form, (ids, offsets) of a CSR form."""
     if isinstance(value, dict):
         return value.get("token_ids"), value.get("offsets")
     return getattr(value, "token_ids", value), getattr(value, "offsets", None)
+
+
+def mask_rows(rows: Any, n: int) -> list[Any] | tuple[Any, ...]:
+    """The rows of a nested form, which must be `n`; what they hold is not looked at."""
+    listed = sequence(rows, "sampling_mask")
+    check_agrees("the number of mask rows", len(listed), n, "token_ids")
+    return listed
 
 
 def _log_probs(fields: dict[str, Any], response: IntArray, mode: LogprobsMode) -> FloatArray | None:
@@ -133,7 +138,8 @@ def log_prob_entries(logprobs: Any) -> list[Any] | None:
         logprobs = logprobs.get("content")
     if logprobs is None:
         return None
-    if isinstance(logprobs, str | bytes) or not isinstance(logprobs, Sequence):
+    # Text and ranges are sequences too, of nothing that could be an entry.
+    if isinstance(logprobs, str | bytes | range) or not isinstance(logprobs, Sequence):
         wrong_type("logprobs", "a list with an entry for each token", logprobs)
     return list(logprobs)
 

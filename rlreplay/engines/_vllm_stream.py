@@ -23,6 +23,7 @@ from rlreplay.engines._common import (
     items,
     mapping,
     rows_from,
+    same_value,
     sequence,
     stream_error,
 )
@@ -30,25 +31,34 @@ from rlreplay.engines._vllm_choice import (
     check_prompt,
     completion_fields,
     log_prob_entries,
+    mask_parts,
+    mask_rows,
     read_mask,
 )
 from rlreplay.errors import MissingMaskError
-from rlreplay.sampling_mask import RolloutSamplingMask, check_count, integer_array, is_integer
+from rlreplay.sampling_mask import (
+    IntArray,
+    RolloutSamplingMask,
+    check_count,
+    integer_array,
+    is_integer,
+    offsets_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """What one chunk says of a choice; None where it does not carry the field."""
 
-    tokens: list[int] | None
-    mask: RolloutSamplingMask | None
+    tokens: IntArray | None
+    mask: Any
     log_probs: list[Any] | None
     finish_reason: Any
     weight_versions: Any
 
     @property
     def size(self) -> int:
-        return len(self.tokens or [])
+        return 0 if self.tokens is None else self.tokens.size
 
 
 def merge_chunks(
@@ -88,10 +98,12 @@ def merge_chunks(
 def _of_choice(chunks: list[Any], prompt_ids: Any, choice: int | None) -> list[dict[str, Any]]:
     """The fields of the wanted choice from each chunk that has it."""
     found: list[dict[str, Any]] = []
-    request = None
+    request = checked = None
     for index, chunk in enumerate(chunks):
         declared, name, fields = _choices_of(chunk)
-        check_prompt(declared, prompt_ids)
+        if declared is not checked:  # in process every output holds the one list
+            check_prompt(declared, prompt_ids)
+        checked = declared
         check_same_request(index, request, name)
         request = request if name is None else name
         found += fields
@@ -156,33 +168,73 @@ def _rows_covered(weight_versions: Any) -> int | None:
 
 
 def _read_part(fields: dict[str, Any]) -> _Part:
+    """One chunk; its mask is counted here, and read when it is known what of it is new."""
     tokens, mask = fields.get("token_ids"), fields.get("sampling_mask")
-    if tokens is not None:
-        tokens = integer_array(tokens, "token_ids").tolist()
-    return _Part(
-        tokens=tokens,
-        mask=None if mask is None else read_mask(mask, len(tokens or [])),
+    part = _Part(
+        tokens=None if tokens is None else integer_array(tokens, "token_ids"),
+        mask=mask,
         log_probs=log_prob_entries(fields.get("logprobs")),
         finish_reason=fields.get("finish_reason"),
         weight_versions=fields.get("weight_versions"),
     )
+    if mask is not None and _csr_of(part) is None:
+        mask_rows(mask_parts(mask)[0], part.size)
+    return part
+
+
+def _csr_of(part: _Part) -> tuple[IntArray, IntArray] | None:
+    """(ids, offsets) of a part whose mask has a CSR form; their ends and number are checked."""
+    ids, offsets = mask_parts(part.mask)
+    if offsets is None:
+        return None
+    flat, ends = integer_array(ids, "token_ids"), integer_array(offsets, "offsets")
+    if ends.size != part.size + 1 or ends[0] != 0 or ends[-1] != flat.size:
+        read_mask(part.mask, part.size)
+    return flat, ends
 
 
 def _last(parts: list[_Part]) -> _Part:
     """The last of cumulative parts, each of which must repeat the one before."""
     for index, (before, after) in enumerate(itertools.pairwise(parts), start=1):
-        for name, old, new in (
-            ("token_ids", before.tokens, after.tokens),
-            ("sampling_mask", before.mask, after.mask),
-            ("logprobs", before.log_probs, after.log_probs),
-        ):
-            check_prefix(f"{name} of chunk {index}", old, new)
+        _check_tokens_repeated(index, before.tokens, after.tokens)
+        _check_mask_repeated(f"sampling_mask of chunk {index}", before, after)
+        check_prefix(f"logprobs of chunk {index}", before.log_probs, after.log_probs)
     return parts[-1]
+
+
+def _check_tokens_repeated(index: int, old: IntArray | None, new: IntArray | None) -> None:
+    same = old is None or (new is not None and np.array_equal(new[: old.size], old))
+    if not same:
+        said, says = (None if each is None else each.tolist() for each in (old, new))
+        check_prefix(f"token_ids of chunk {index}", said, says)
+
+
+def _check_mask_repeated(name: str, before: _Part, after: _Part) -> None:
+    """The supports of `before` must be the first of `after`, in any order within a row.
+
+    Where they are repeated as they came, no chunk but the last has to be read.
+    """
+    if before.mask is None or after.mask is None:
+        read = None if before.mask is None else read_mask(before.mask, before.size)
+        check_prefix(name, read, after.mask)
+    elif not _repeats(before, after):
+        check_prefix(name, *(read_mask(part.mask, part.size) for part in (before, after)))
+
+
+def _repeats(before: _Part, after: _Part) -> bool:
+    """Does `after` start with the mask of `before`, in the same form, id by id?"""
+    old, new = _csr_of(before), _csr_of(after)
+    if old is None and new is None:
+        said, says = (mask_parts(part.mask)[0] for part in (before, after))
+        return same_value(list(says[: len(said)]), list(said))
+    if old is None or new is None:
+        return False
+    return all(np.array_equal(says[: said.size], said) for said, says in zip(old, new, strict=True))
 
 
 def _joined(parts: list[_Part]) -> _Part:
     return _Part(
-        tokens=_chained([part.tokens for part in parts]),
+        tokens=_concatenated([part.tokens for part in parts]),
         mask=_joined_mask(parts),
         log_probs=_chained([part.log_probs for part in parts]),
         finish_reason=parts[-1].finish_reason,
@@ -190,18 +242,24 @@ def _joined(parts: list[_Part]) -> _Part:
     )
 
 
+def _concatenated(columns: Sequence[IntArray | None]) -> IntArray | None:
+    present = [column for column in columns if column is not None]
+    return np.concatenate(present) if present else None
+
+
 def _chained(columns: Sequence[list[Any] | None]) -> list[Any] | None:
     present = [column for column in columns if column is not None]
     return list(itertools.chain.from_iterable(present)) if present else None
 
 
-def _joined_mask(parts: list[_Part]) -> RolloutSamplingMask | None:
-    present = [part.mask for part in parts if part.mask is not None]
-    if not present:
+def _joined_mask(parts: list[_Part]) -> Any:
+    """The masks of all deltas, in the form that they have; None where none has one."""
+    masked = [part for part in parts if part.mask is not None]
+    if not masked:
         return None
     done = 0
     for part in parts:
-        if part.mask is None and part.tokens:
+        if part.mask is None and part.size:
             raise MissingMaskError(
                 "some deltas carry a sampling mask and some do not",
                 expected="the support of every token",
@@ -210,4 +268,19 @@ def _joined_mask(parts: list[_Part]) -> RolloutSamplingMask | None:
                 row=done,
             )
         done += part.size
-    return RolloutSamplingMask.concat(present)
+    pairs = [_csr_of(part) for part in masked]
+    flat = [pair for pair in pairs if pair is not None]
+    if not flat:
+        return list(itertools.chain.from_iterable(mask_parts(part.mask)[0] for part in masked))
+    if len(flat) == len(masked):
+        lengths = np.concatenate([np.diff(ends) for _, ends in flat])
+        return {
+            "token_ids": np.concatenate([ids for ids, _ in flat]),
+            "offsets": offsets_of(lengths),
+        }
+    masks, done = [], 0
+    for part in masked:
+        with rows_from(done):
+            masks.append(read_mask(part.mask, part.size))
+        done += part.size
+    return RolloutSamplingMask.concat(masks)

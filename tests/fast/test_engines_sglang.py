@@ -119,6 +119,46 @@ def test_selected_fixture(selected, index):
     assert rollout.loss_mask.all()
 
 
+def test_selected_fixture_as_a_chat_response(selected):
+    data = fixture("sglang_generate_selected.json")
+    choices = [
+        {"index": i, "completion_token_ids": body["output_ids"], "meta_info": body["meta_info"]}
+        for i, body in enumerate(data["response"])
+    ]
+    options = {"prompt_ids": data["prompt_ids"], "vocab_size": 512}
+    assert sglang.from_chat({"choices": choices}, **options) == selected
+
+
+@pytest.mark.parametrize("name", ["selected", "support"])
+def test_fixtures_as_in_process_chunks(name):
+    data = fixture(f"sglang_generate_{name}.json")
+    (expected, *_) = sglang.from_response(data["response"], prompt_ids=data["prompt_ids"])
+    body = data["response"][0] if name == "selected" else data["response"]
+    meta, tokens = body["meta_info"], body["output_ids"]
+    chunks = []
+    for start, end in spans([5, len(tokens)]):
+        rows, values = meta[MASK][start:end], meta[LOG_PROBS][start:end]
+        flat = itertools.chain.from_iterable
+        chunks.append(
+            SimpleNamespace(
+                lengths=np.array([len(row) for row in rows]),
+                token_ids=np.array(list(flat(rows)), np.int32),
+                logprobs=np.array(list(flat(values)) if name == "support" else values, np.float32),
+            )
+        )
+    rollout = sglang.from_chunks(
+        chunks,
+        prompt_ids=expected.prompt_ids,
+        output_ids=tokens,
+        vocab_size=512,
+        weight_versions=expected.weight_versions,
+        finish_reason=expected.finish_reason,
+    )
+    assert rollout == expected
+    answer = ANSWERS["sglang_selected[0]" if name == "selected" else "sglang_support"]
+    assert rollout.rollout_log_probs.astype(np.float64).sum() == answer["log_prob_sum"]
+
+
 def test_support_fixture():
     data, answer = fixture("sglang_generate_support.json"), ANSWERS["sglang_support"]
     (rollout,) = sglang.from_response(data["response"], prompt_ids=data["prompt_ids"])

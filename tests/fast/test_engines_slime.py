@@ -106,6 +106,28 @@ def test_fixture():
     assert rollout.finish_reason == "stop"
 
 
+def test_fixture_as_the_trainer_has_it():
+    data, answer = fixture("slime_meta_info.json"), ANSWERS["slime"]
+    (expected,) = slime.from_response(data["response"], prompt_ids=data["prompt_ids"])
+    meta, tokens = data["response"]["meta_info"], data["response"]["output_ids"]
+    flat = [
+        np.frombuffer(base64.b64decode(meta[f"top_p_token_{name}"]), "<i4")
+        for name in ("ids", "offsets")
+    ]
+    for convert in (np.ndarray.tolist, np.array, torch.tensor):
+        ids, offsets = map(convert, flat)
+        fields = {
+            "tokens": [[*expected.prompt_ids.tolist(), *tokens]],
+            "response_lengths": [len(tokens)],
+            "rollout_top_p_token_ids": [ids],
+            "rollout_top_p_token_offsets": [offsets],
+        }
+        (rollout,) = slime.from_train_data(fields, vocab_size=512)
+        assert rollout.sampling_mask == expected.sampling_mask
+        assert rollout.sampling_mask.lengths.tolist() == answer["support_sizes"]
+        assert rollout.tokens.tolist() == expected.tokens.tolist()
+
+
 @pytest.mark.parametrize("kept", ["", "kept_"])
 @pytest.mark.parametrize("form", FORMS)
 @given(response=drawn_responses())

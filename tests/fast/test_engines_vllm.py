@@ -138,6 +138,39 @@ def test_fixture_with_one_choice_missing_its_mask():
     assert alone == first
 
 
+@pytest.mark.parametrize("form", ["nested object", "arrays", "csr object", "csr tensors"])
+def test_fixture_in_process(form):
+    data, answer = fixture("vllm_generate.json"), ANSWERS["vllm[0]"]
+    choice = data["response"]["choices"][0]
+    prompt = data["prompt_ids"][0]
+    expected = vllm.from_choice(choice, prompt_ids=prompt)
+    logged = [{e["token_id"]: SimpleNamespace(**e)} for e in choice["logprobs"]["content"]]
+
+    def outputs(*, cumulative):
+        for start, end in spans([5, len(logged)]):
+            rows = slice(0 if cumulative else start, end)
+            mask = MASK_FORMS[form](choice["sampling_mask"][rows])
+            own = {"token_ids": choice["token_ids"][rows], "logprobs": logged[rows]}
+            ended = end == len(logged)
+            own["finish_reason"] = choice["finish_reason"] if ended else None
+            own["weight_versions"] = choice["weight_versions"] if ended else None
+            yield SimpleNamespace(prompt_token_ids=prompt, outputs=[completion(mask, **own)])
+
+    def completion(mask, **own):
+        return SimpleNamespace(**{**choice, "sampling_mask": mask, **own})
+
+    whole = completion(MASK_FORMS[form](choice["sampling_mask"]), logprobs=logged)
+    rollouts = vllm.from_output(SimpleNamespace(prompt_token_ids=prompt, outputs=[whole]))
+    for cumulative in (True, False):
+        chunks = list(outputs(cumulative=cumulative))
+        rollouts.append(vllm.from_stream(chunks, prompt_ids=prompt, cumulative=cumulative))
+    for rollout in rollouts:
+        assert rollout == expected
+        assert rollout.sampling_mask.lengths.tolist() == answer["support_sizes"]
+        assert rollout.rollout_log_probs.astype(np.float64).sum() == answer["log_prob_sum"]
+        assert [list(span) for span in rollout.weight_versions] == answer["weight_versions"]
+
+
 def test_tensor_fixture():
     answer = ANSWERS["vllm_tensors"]["rows"]
     with np.load(DATA / "vllm_sampling_mask_tensors.npz") as data:
@@ -212,6 +245,18 @@ def test_deltas(form, response: Drawn, data):
     chunks.append({"choices": [], "usage": {}})
     options = {"prompt_ids": response.prompt, "vocab_size": VOCAB, "logprobs_mode": PROCESSED}
     assert vllm.from_stream(iter(chunks), **options) == response.rollout()
+
+
+@given(response=drawn_responses(min_size=1), data=st.data())
+def test_the_forms_of_a_stream_may_differ(response: Drawn, data):
+    cumulative = data.draw(st.booleans())
+    chunks = outputs(response, data.draw(cuts(len(response))), cumulative=cumulative)
+    for chunk in chunks:
+        own = chunk.outputs[0]
+        rows = [data.draw(st.permutations(row)) for row in own.sampling_mask.token_ids]
+        own.sampling_mask = data.draw(st.sampled_from(list(MASK_FORMS.values())))(rows)
+    rollout = vllm.from_stream(chunks, prompt_ids=response.prompt, cumulative=cumulative)
+    assert rollout == response.rollout()
 
 
 def outputs(response: Drawn, ends, *, cumulative, form=nested):
@@ -579,6 +624,10 @@ def test_http_chunks_are_deltas_unless_told():
         ({"token_ids": [], "sampling_mask": []}, 0, "token_ids of chunk 1 shrinks"),
         ({"sampling_mask": [[1, 4], [3]]}, 0, "sampling_mask of chunk 1 changes"),
         ({"sampling_mask": None}, 0, "sampling_mask of chunk 1 shrinks"),
+        ({"sampling_mask": {"token_ids": [4, 3], "offsets": [0, 1, 2]}}, 0, "chunk 1 changes"),
+        ({"sampling_mask": {"token_ids": [1, 3], "offsets": [0, 1, 3]}}, 1, "do not end"),
+        ({"sampling_mask": {"token_ids": [1, 3], "offsets": [1, 1, 2]}}, 0, "start at 0"),
+        ({"sampling_mask": {"token_ids": [1, 3], "offsets": [0, 2]}}, 1, "does not agree"),
         ({"sampling_mask": [[1], []]}, 1, "empty support"),
         ({"sampling_mask": [[1], None]}, 1, "not a list"),
         ({"token_ids": [1, "3"]}, 1, "integers"),
@@ -690,6 +739,25 @@ def broken(chunks, name, value, at=1):
         (broken(deltas(small(), [1, 3]), "sampling_mask", None), 1, "some deltas"),
         (broken(deltas(small(), [1, 3]), "sampling_mask", None, at=0), 0, "some deltas"),
         (broken(deltas(small(), [1, 3]), "sampling_mask", [[5]]), 2, "does not agree"),
+        (
+            broken(deltas(small(), [1, 3], "csr dict"), "sampling_mask", {"token_ids": [5, 9, 2]}),
+            3,
+            "does not agree",
+        ),
+        (
+            broken(
+                deltas(small(), [1, 3], "csr dict"),
+                "sampling_mask",
+                {"token_ids": [5, 9, 2], "offsets": [0, 4, 3]},
+            ),
+            2,
+            "decrease",
+        ),
+        (
+            broken(deltas(small(), [1, 3], "csr dict"), "sampling_mask", [[5], [9, 9]]),
+            2,
+            "repeated",
+        ),
         (broken(deltas(small(), [1, 3]), "token_ids", [5, 3]), 2, "not in its support"),
         (broken(deltas(small(), [1, 3]), "token_ids", [5, "2"]), 2, "integers"),
         (broken(deltas(small(), [1, 3]), "logprobs", None), 1, "does not agree"),

@@ -1,0 +1,402 @@
+"""Hugging Face transformers: what `generate` returns with scores.
+
+The call has to be `generate(..., output_scores=True, return_dict_in_generate=True)`. Of its output
+are read, for `B` rows, `n` steps and `V` columns:
+
+- `sequences`, int `[B, W + n]`: prompts, padded on the left to width `W`, then what was generated;
+- `scores`, a tuple of `n` float `[B, V]`: the logits after every processor and warper, -inf outside
+  the support. Their softmax is what each token was drawn from.
+
+`logits` (`output_logits=True`) are those before any processor, and say nothing of the support: they
+are never read. Neither can a `logits_processor` that is passed to `generate` capture the support:
+it runs before temperature, top-k, top-p and min-p, and does not see what they cut off.
+
+A row that ends before the others goes on as padding, and has scores that no token was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlreplay.capture import support_from_logits
+from rlreplay.engines._common import (
+    WRONG_LAYOUT,
+    LoadOptions,
+    PromptIds,
+    assemble,
+    in_sample,
+    prompts_for,
+    wrong_type,
+)
+from rlreplay.errors import ReplayError
+from rlreplay.rollout import Rollout, prompt_array
+from rlreplay.sampling_mask import (
+    FloatArray,
+    IntArray,
+    IntArrayLike,
+    RolloutSamplingMask,
+    check_count,
+    check_flag,
+    check_ids_below,
+    host_array,
+    integer_array,
+    is_integer,
+    offsets_of,
+    shown,
+)
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ANOTHER_PROMPT = "the response would be scored after another prompt"
+_NOT_SAMPLED = "tokens that nobody sampled would be scored, or sampled ones left out"
+
+
+def from_generate(
+    output: Any,
+    *,
+    prompt_ids: PromptIds | None = None,
+    prompt_lengths: IntArrayLike | None = None,
+    eos_token_id: int | IntArrayLike | None = None,
+    pad_token_id: int | None = None,
+    response_lengths: IntArrayLike | None = None,
+    do_sample: bool = True,
+    vocab_size: int | None = None,
+) -> list[Rollout]:
+    """The rollouts of one call of `generate`, one a row of `output.sequences`.
+
+    The support of a token is the ids with a finite score, its log-prob the log-softmax of the
+    scores. A step that cut nothing off has all `V` ids for its support.
+
+    Args:
+        output: has `sequences` and `scores`, as attributes or keys.
+        prompt_ids: one prompt's ids without padding, or a list of them; they must be what
+            `sequences` holds. Of fewer prompts than rows, each serves as many consecutive rows as
+            `num_return_sequences` makes.
+        prompt_lengths: int, in place of `prompt_ids`: how many tokens before the response are the
+            prompt's, one for each prompt.
+        eos_token_id: the id or ids that end a row, those of the generation config. None if
+            generation was not to stop at any.
+        pad_token_id: what follows a row that has ended. None where no row ends before the others.
+        response_lengths: int `[B]`, where the caller knows them. Needed where rows ended otherwise
+            than by `eos_token_id` (stop strings, stopping criteria of one's own), which leaves no
+            trace in the output. By default a row ends with its first `eos_token_id`.
+        do_sample: as told to `generate`. False makes every support the token itself, with log-prob
+            0: greedy search draws nothing, and its scores are those before the choice.
+        vocab_size: where given, every id must be below it.
+
+    `finish_reason` is "stop" where a row ended with `eos_token_id` or before the last step, else
+    "length".
+
+    Raises:
+        MissingTokenError: a sampled token has a score of -inf.
+        ReplayError: the output of a beam search; no scores, whether or not there are `logits`;
+            anything but padding after the end of a row, or padding where no end can be told;
+            prompts that are not in `sequences`; a greedy token without the highest score; a score
+            that is NaN or +inf; scores of another shape.
+    """
+    options = LoadOptions(vocab_size, "raise")
+    check_flag(do_sample, "do_sample")
+    sequences, scores = _fields(output)
+    width = sequences.shape[1] - len(scores)
+    prompts = _prompts(sequences[:, :width], prompt_ids, prompt_lengths, pad_token_id)
+    generated = sequences[:, width:]
+    eos = _eos_ids(eos_token_id)
+    lengths = _lengths(generated, eos, pad_token_id, response_lengths)
+    active = np.arange(len(scores))[:, None] < lengths
+    steps = _read_steps(scores, generated.T, active, do_sample, vocab_size)
+    offsets = offsets_of(lengths).tolist()
+    rollouts = []
+    for index, prompt in enumerate(prompts):
+        rows = slice(offsets[index], offsets[index + 1])
+        response = generated[index, : lengths[index]]
+        ended = lengths[index] < len(scores) or bool(np.isin(response[-1:], eos).any())
+        with in_sample(index):
+            rollout = assemble(
+                options,
+                prompt_ids=prompt,
+                response_ids=response,
+                mask=steps.mask[rows],
+                rollout_log_probs=steps.log_probs[rows],
+                finish_reason="stop" if ended else "length",
+            )
+        rollouts.append(rollout)
+    return rollouts
+
+
+# Fields
+
+
+def _fields(output: Any) -> tuple[IntArray, list[Tensor]]:
+    """`sequences` and `scores`, of shapes that fit each other."""
+
+    def get(name: str) -> Any:
+        return output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+
+    for name in ("beam_indices", "sequences_scores"):
+        if get(name) is not None:
+            raise ReplayError(
+                "the output of a beam search",
+                expected="sampling, or greedy search, without beams",
+                got=name,
+                consequence="its tokens were ranked across beams, not drawn from their scores",
+            )
+    scores = get("scores")
+    if scores is None:
+        raw = " (logits are those before any processor)" if get("logits") is not None else ""
+        raise ReplayError(
+            "the output has no scores",
+            expected="generate(..., output_scores=True, return_dict_in_generate=True)",
+            got=shown(output)[:40] + raw,
+            consequence="nobody knows what was cut off when sampling",
+        )
+    if not isinstance(scores, list | tuple):
+        wrong_type("scores", "a tuple with a tensor for each step", scores)
+    sequences = host_array(get("sequences"), "iu", 2, _not_sequences)
+    if len(scores) > sequences.shape[1]:
+        raise _not_sequences(f"{sequences.shape[1]} columns for {len(scores)} steps")
+    width = None
+    for step, each in enumerate(scores):
+        width = _check_scores(each, step, sequences.shape[0], width)
+    wide = integer_array(sequences.reshape(-1), "sequences")
+    return wide.reshape(sequences.shape), list(scores)
+
+
+def _check_scores(values: Any, step: int, rows: int, width: int | None) -> int:
+    """The number of columns of one step's scores, which must be `width` where that is given."""
+    plain = type(values) is torch.Tensor and values.layout is torch.strided
+    if not plain or values.dtype not in _FLOATS or values.is_meta or values.is_nested:
+        wrong_type(f"the scores of step {step}", "a floating-point tensor [B, V]", values)
+    shape = tuple(values.shape)
+    if len(shape) != 2 or shape[0] != rows or shape[1] == 0 or width not in (None, shape[1]):
+        raise ReplayError(
+            "scores have the wrong shape",
+            expected=f"[{rows}, {'V' if width is None else width}] at every step",
+            got=f"{list(shape)}",
+            consequence=WRONG_LAYOUT,
+            row=step,
+        )
+    return int(shape[1])
+
+
+def _not_sequences(got: str) -> ReplayError:
+    return ReplayError(
+        "sequences are not the ids that scores belong to",
+        expected="integers of shape [B, prompt + steps]",
+        got=got,
+        consequence=WRONG_LAYOUT,
+    )
+
+
+# Prompts
+
+
+def _prompts(padded: IntArray, prompt_ids: Any, prompt_lengths: Any, pad: Any) -> list[IntArray]:
+    """The prompt of each row, without padding; `padded` is int `[B, W]`."""
+    if (prompt_ids is None) == (prompt_lengths is None):
+        raise ReplayError(
+            "the prompts are not told",
+            expected="prompt_ids or prompt_lengths",
+            got="neither" if prompt_ids is None else "both",
+            consequence=_ANOTHER_PROMPT,
+        )
+    rows = padded.shape[0]
+    if prompt_ids is not None:
+        told = [prompt_array(prompt) for prompt in _each_served(prompt_ids, rows)]
+        lengths = np.array([prompt.size for prompt in told], np.int64)
+    else:
+        lengths = integer_array(prompt_lengths, "prompt_lengths")
+        lengths = np.repeat(lengths, _served(lengths.size, rows))
+        told = None
+    _check_padding(padded, lengths, pad)
+    found = [row[row.size - length :] for row, length in zip(padded, lengths, strict=True)]
+    for index, (ours, theirs) in enumerate(zip(told or found, found, strict=True)):
+        if not np.array_equal(ours, theirs):
+            raise ReplayError(
+                "prompt_ids are not the prompt in sequences",
+                expected=f"{str(theirs.tolist())[:60]}, before what was generated",
+                got=f"{str(ours.tolist())[:60]}",
+                consequence=_ANOTHER_PROMPT,
+                sample=index,
+            )
+    return found
+
+
+def _each_served(prompt_ids: Any, rows: int) -> list[Any]:
+    """The prompt of each row, where one prompt may serve several."""
+    listed = isinstance(prompt_ids, list | tuple) and len(prompt_ids) > 0
+    if not listed or is_integer(prompt_ids[0]):
+        return prompts_for(prompt_ids, rows)
+    times = _served(len(prompt_ids), rows)
+    return [prompt for prompt in prompts_for(prompt_ids, len(prompt_ids)) for _ in range(times)]
+
+
+def _served(prompts: int, rows: int) -> int:
+    if prompts == 0 or rows % prompts:
+        raise ReplayError(
+            "prompts and rows differ in number",
+            expected=f"a prompt for each of {rows} rows, or for each {rows}/k of k rows in a row",
+            got=f"{prompts}",
+            consequence=_ANOTHER_PROMPT,
+        )
+    return rows // prompts
+
+
+def _check_padding(padded: IntArray, lengths: IntArray, pad: Any) -> None:
+    """Refuse prompts that do not fit, and anything but padding before them."""
+    width = padded.shape[1]
+    bad = (lengths < 1) | (lengths > width)
+    if bad.any():
+        raise ReplayError(
+            "the prompt is not in sequences",
+            expected=f"from 1 to {width} prompt tokens, all in sequences",
+            got=f"{lengths[np.argmax(bad)]}",
+            consequence=_ANOTHER_PROMPT,
+            sample=int(np.argmax(bad)),
+        )
+    before = np.arange(width) < width - lengths[:, None]
+    if pad is None and not before.any():
+        return
+    wrong = before & (True if pad is None else padded != check_count(pad, "pad_token_id"))
+    if wrong.any():
+        sample, column = np.argwhere(wrong)[0].tolist()
+        raise ReplayError(
+            "the prompt is longer than told, or padded with something else",
+            expected="nothing" if pad is None else f"pad_token_id {pad} before the prompt",
+            got=f"token {padded[sample, column]}",
+            consequence=_ANOTHER_PROMPT,
+            sample=sample,
+        )
+
+
+# Where responses end
+
+
+def _eos_ids(value: Any) -> IntArray:
+    if value is None:
+        return np.zeros(0, np.int64)
+    return integer_array([value] if is_integer(value) else value, "eos_token_id")
+
+
+def _lengths(generated: IntArray, eos: IntArray, pad: Any, told: Any) -> IntArray:
+    """int64 `[B]`: how many of each row's tokens were sampled. All others must be padding."""
+    rows, steps = generated.shape
+    ends = np.isin(generated, eos)
+    by_eos = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1 if steps else 0, steps)
+    lengths = by_eos if told is None else integer_array(told, "response_lengths")
+    if lengths.size != rows:
+        raise _bad_length(f"{rows} response_lengths", f"{lengths.size}")
+    bad = (lengths < 0) | (lengths > by_eos)  # a row goes on after its EOS as padding only
+    if bad.any():
+        sample = int(np.argmax(bad))
+        raise _bad_length(f"at most {by_eos[sample]} tokens", f"{lengths[sample]}", sample)
+    after = np.arange(steps) >= lengths[:, None]
+    # Where no EOS is configured, a row that has met its stop string goes on being sampled.
+    wrong = after & (by_eos == lengths)[:, None]
+    wrong &= True if pad is None else generated != check_count(pad, "pad_token_id")
+    if wrong.any():
+        sample, row = np.argwhere(wrong)[0].tolist()
+        expected = "nothing, without pad_token_id" if pad is None else f"pad_token_id {pad}"
+        raise _bad_length(f"{expected} after the end", f"{generated[sample, row]}", sample, row)
+    if told is None and pad is not None and steps:
+        unclear = (generated[:, -1] == pad) & (lengths == steps) & ~np.isin(pad, eos)
+        if unclear.any():
+            raise _bad_length(
+                "eos_token_id before padding, or response_lengths",
+                f"a row that ends in pad_token_id {pad} without any",
+                int(np.argmax(unclear)),
+                steps - 1,
+            )
+    return lengths
+
+
+def _bad_length(
+    expected: str, got: str, sample: int | None = None, row: int | None = None
+) -> ReplayError:
+    return ReplayError(
+        "the end of the response cannot be told",
+        expected=expected,
+        got=got,
+        consequence=_NOT_SAMPLED,
+        sample=sample,
+        row=row,
+    )
+
+
+# Scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The sampled rows of all samples, one sample after another."""
+
+    mask: RolloutSamplingMask
+    log_probs: FloatArray
+
+
+def _read_steps(
+    scores: Sequence[Tensor], tokens: IntArray, active: Any, do_sample: bool, vocab: int | None
+) -> _Steps:
+    """Supports and log-probs where `active` (bool `[n, B]`) says that a token was sampled."""
+    masks, log_probs = [], [np.zeros(0, np.float32)]
+    for step, (values, chosen) in enumerate(zip(scores, active, strict=True)):
+        samples = np.flatnonzero(chosen)
+        if not samples.size:
+            break  # rows never start again
+        try:
+            part = values if samples.size == chosen.size else values[torch.from_numpy(samples)]
+            mask, own = _read_step(part.detach(), tokens[step, samples], do_sample)
+            if vocab is not None:
+                check_ids_below(mask, vocab)
+        except ReplayError as error:
+            blamed = None if error.row is None else int(samples[error.row])
+            raise error.located(sample=blamed, row=step) from None
+        masks.append(mask)
+        log_probs.append(own)
+    mask = RolloutSamplingMask.concat(masks)
+    order = np.argsort(np.nonzero(active)[1], kind="stable")  # from steps to samples
+    return _Steps(_reordered(mask, order), np.concatenate(log_probs)[order])
+
+
+def _read_step(
+    scores: Float[Tensor, "b V"], tokens: IntArray, do_sample: bool
+) -> tuple[RolloutSamplingMask, FloatArray]:
+    """Support and log-prob of each token, from what it was drawn from."""
+    mask = support_from_logits(scores)
+    mask.check_sampled(tokens)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    index = torch.from_numpy(tokens).to(scores.device)
+    sampled = wide.gather(1, index[:, None])[:, 0]
+    if not do_sample:
+        _check_best(sampled, wide)
+        return RolloutSamplingMask.forced(tokens), np.zeros(tokens.size, np.float32)
+    log_probs = sampled - torch.logsumexp(wide, dim=-1)
+    own: FloatArray = log_probs.float().cpu().numpy()
+    return mask, own
+
+
+def _check_best(sampled: Float[Tensor, " b"], scores: Float[Tensor, "b V"]) -> None:
+    best = scores.amax(dim=-1)
+    beaten = (sampled < best).cpu().numpy()
+    if beaten.any():
+        row = int(np.argmax(beaten))
+        raise ReplayError(
+            "a greedy token without the highest score",
+            expected=f"a score of {float(best[row])} with do_sample=False",
+            got=f"{float(sampled[row])}",
+            consequence="a sampled token would be replayed as one that was certain",
+            row=row,
+        )
+
+
+def _reordered(mask: RolloutSamplingMask, order: IntArray) -> RolloutSamplingMask:
+    """The rows in another order; equivalent to `select`, which has a slice for each run."""
+    lengths = mask.lengths[order]
+    offsets = offsets_of(lengths)
+    where = np.repeat(mask.offsets[order] - offsets[:-1], lengths) + np.arange(offsets[-1])
+    return RolloutSamplingMask(mask.ids[where], offsets)
