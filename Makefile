@@ -10,7 +10,7 @@ DIST_ENV := OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 TORCH_COMPILE_DISABL
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test venv lint types fast dist kernels bench clean
+.PHONY: help demo test venv lint types fast dist kernels bench fuzz clean
 
 help:
 	@echo 'make demo    train a small policy by GRPO, with replay on and off; prints a table, draws a plot'
@@ -20,7 +20,8 @@ help:
 	@echo 'make fast    tests of one process'
 	@echo 'make dist    tests of several ranks (gloo, on this machine)'
 	@echo 'make kernels the Triton kernels in their interpreter (installs triton, about a gigabyte)'
-	@echo 'make bench   the CPU figures against the dense-mask path'
+	@echo 'make bench   the CPU figures: scores, loaders, storage'
+	@echo 'make fuzz    100,000 damaged payloads through every loader; about a minute'
 	@echo 'make venv    only the set-up, in $(VENV); PYTHON=... picks the interpreter'
 	@echo 'make clean   remove the venv, the caches and what the demo wrote'
 
@@ -48,10 +49,16 @@ kernels: venv
 	fi; \
 	$(BIN)/uv pip install --python $(BIN)/python -e '.[dev,triton]' -c constraints.txt || \
 	    $(BIN)/python -m pip install -e '.[dev,triton]' -c constraints.txt
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/fast/test_triton_scores.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/fast/test_triton_scores.py \
+	    tests/fast/test_triton_linear.py
 
 bench: venv
 	$(BIN)/python benchmarks/scores_cpu.py
+	$(BIN)/python benchmarks/loaders.py
+	$(BIN)/python benchmarks/storage.py
+
+fuzz: venv
+	$(BIN)/python tests/fuzz/fuzz_loaders.py --cases 100000 --seed 0
 
 venv: $(STAMP)
 
