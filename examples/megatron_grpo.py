@@ -7,13 +7,16 @@ A small `megatron.core` GPTModel learns to say even numbers. Its rollouts are dr
 that support. Runs on GPUs with NCCL where every rank has one, else on CPUs with gloo. Ranks beyond
 tp x cp are data-parallel. Started without torchrun, it is one rank.
 
-To copy: `pack` (a micro-batch on a zigzag context-parallel rank), `Batch`, `grpo_loss`,
-`all_reduce_gradients`.
+To copy: `pack` (a micro-batch on a zigzag context-parallel rank), `Batch`, `forward_hidden`,
+`grpo_loss`, `all_reduce_gradients`.
 
 Sharding must not change the numbers. To see that, save one run and replay its rollouts unsharded:
 
     torchrun --nproc-per-node=4 examples/megatron_grpo.py --tp 2 --cp 2 --save run.pkl
     python examples/megatron_grpo.py --reference run.pkl
+
+With `--hidden` the loss takes the hidden states before the output layer, and the logits are never
+made: the log-probs from the supports' dot products alone, the entropy a chunk of rows at a time.
 
 Shapes: `T` rows of the packed stream on this rank, `R` response rows on this rank, `V` columns of
 the padded vocabulary on this rank.
@@ -43,11 +46,13 @@ from torch.nn import functional
 
 from rlreplay import (
     ParallelState,
+    ReplayPlan,
     Rollout,
     RolloutSamplingMask,
     RowLayout,
     ScoringConfig,
     get_log_probs_and_entropy,
+    score_hidden,
 )
 from rlreplay.capture import SamplingParams, sample
 
@@ -216,6 +221,19 @@ def forward(model: GPTModel, packed: Packed) -> Tensor:
     )
 
 
+def forward_hidden(model: GPTModel, packed: Packed) -> Tensor:
+    """Hidden states `[T, D]` before the output layer, after the last norm.
+
+    A GPTModel that is not the pipeline's last stage returns them, `[T, 1, D]`; the last norm is
+    the decoder's, which stays.
+    """
+    model.post_process = False
+    try:
+        return forward(model, packed).squeeze(1)
+    finally:
+        model.post_process = True
+
+
 # Rollouts
 
 
@@ -292,6 +310,7 @@ class Batch:
     advantages: Tensor
     loss_mask: Tensor
     num_tokens: int  # that take part in the loss, on all ranks
+    plan: ReplayPlan  # of the micro-batch, for `hidden_scores`
 
     @classmethod
     def of(cls, rollouts: list[Rollout], advantages: Tensor, parallel: ParallelState) -> Batch:
@@ -312,11 +331,21 @@ class Batch:
             return torch.cat(layout.slice(responses)).to(DEVICE)
 
         mine = zip(advantages[replica::replicas], samples, strict=True)
+        tokens, masks = [r.tokens for r in samples], [r.sampling_mask for r in samples]
         return cls(
             packed=packed,
             layout=layout,
-            tokens=[r.tokens for r in samples],
-            masks=[r.sampling_mask for r in samples],
+            tokens=tokens,
+            masks=masks,
+            plan=ReplayPlan.build(
+                tokens,
+                masks,
+                layout,
+                parallel=parallel,
+                vocab_size=VOCAB,
+                device=DEVICE,
+                shard_columns=PADDED_VOCAB // parallel.tp_size,
+            ),
             old_log_probs=rows([torch.tensor(r.rollout_log_probs) for r in samples]),
             advantages=rows([advantage.expand(len(r)) for advantage, r in mine]),
             loss_mask=rows([torch.tensor(r.loss_mask) for r in samples]),
@@ -331,21 +360,10 @@ def group_advantages(rewards: Tensor, group: int) -> Tensor:
     return (centred / (groups.std(dim=1, keepdim=True) + 1e-6)).flatten()
 
 
-def grpo_loss(
-    logits: Tensor, batch: Batch, parallel: ParallelState, settings: Settings
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's share of the GRPO loss, and of the batch's means.
-
-    PPO's clipped surrogate and an entropy bonus. Log-probs are over the supports, entropy is over
-    the vocabulary. A share is a sum over this rank's rows divided by the tokens of all ranks, so
-    that shares add up over the data- and context-parallel ranks. Tensor-parallel ranks hold the
-    same rows and the same share: theirs do not add up.
-
-    Args:
-        logits: `[1, T, V]`, before temperature.
-    """
+def logits_scores(model: GPTModel, batch: Batch, parallel: ParallelState) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies `[R]` from the logits."""
     scores = get_log_probs_and_entropy(
-        logits,
+        forward(model, batch.packed),
         unconcat_tokens=batch.tokens,
         total_lengths=batch.layout.total_lengths,
         response_lengths=batch.layout.response_lengths,
@@ -355,7 +373,35 @@ def grpo_loss(
         rollout_sampling_mask=batch.masks,
         with_entropy=True,
     )
-    log_probs, entropy = torch.cat(scores["log_probs"]), torch.cat(scores["entropy"])
+    return torch.cat(scores["log_probs"]), torch.cat(scores["entropy"])
+
+
+def hidden_scores(model: GPTModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same from the hidden states, without logits."""
+    hidden, weight = forward_hidden(model, batch.packed), model.output_layer.weight
+
+    def score(name: str) -> Tensor:
+        scores = score_hidden(
+            hidden, weight, batch.plan, scores=name, temperature=SAMPLING.temperature
+        )
+        return scores.asked()[name]
+
+    return score("log_probs"), score("entropy")
+
+
+def grpo_loss(
+    log_probs: Tensor, entropy: Tensor, batch: Batch, settings: Settings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's share of the GRPO loss, and of the batch's means.
+
+    PPO's clipped surrogate and an entropy bonus. Log-probs are over the supports, entropy is over
+    the vocabulary. A share is a sum over this rank's rows divided by the tokens of all ranks, so
+    that shares add up over the data- and context-parallel ranks. Tensor-parallel ranks hold the
+    same rows and the same share: theirs do not add up.
+
+    Args:
+        log_probs, entropy: `[R]`.
+    """
     ratio = torch.exp(log_probs - batch.old_log_probs)
     clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
     surrogate = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
@@ -399,7 +445,7 @@ class Step:
 
 
 def train(
-    settings: Settings, parallel: ParallelState, recorded: list[Step] | None
+    settings: Settings, parallel: ParallelState, recorded: list[Step] | None, hidden: bool
 ) -> Iterator[Step]:
     """GRPO on the model's own rollouts, or on recorded ones. Yields each step, on every rank."""
     torch.manual_seed(settings.seed)
@@ -420,7 +466,11 @@ def train(
         batch = Batch.of(rollouts, group_advantages(rewards, settings.group), parallel)
         updates = []
         for _ in range(settings.updates):
-            loss, shares = grpo_loss(forward(model, batch.packed), batch, parallel, settings)
+            if hidden:
+                scores = hidden_scores(model, batch)
+            else:
+                scores = logits_scores(model, batch, parallel)
+            loss, shares = grpo_loss(*scores, batch, settings)
             optimizer.zero_grad()
             loss.backward()
             all_reduce_gradients(model)
@@ -473,11 +523,14 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the run to FILE")
     said = "train on the rollouts that --save wrote to FILE; its losses must come out"
     parser.add_argument("--reference", type=Path, metavar="FILE", help=said)
+    without = "score the hidden states, without making logits"
+    parser.add_argument("--hidden", action="store_true", help=without)
     options = parser.parse_args()
     settings, recorded = Settings(seed=options.seed, steps=options.steps), None
     if options.reference:
         settings, recorded = pickle.loads(options.reference.read_bytes())
-    steps = list(train(settings, initialise(options.tp, options.cp), recorded))
+    parallel = initialise(options.tp, options.cp)
+    steps = list(train(settings, parallel, recorded, options.hidden))
     first = dist.get_rank() == 0
     if first:
         print_table(steps)
