@@ -379,6 +379,8 @@ def logits_scores(model: GPTModel, batch: Batch, parallel: ParallelState) -> tup
 def hidden_scores(model: GPTModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """The same from the hidden states, without logits."""
     hidden, weight = forward_hidden(model, batch.packed), model.output_layer.weight
+    if model.share_embeddings_and_output_weights:
+        weight = model.shared_embedding_or_output_weight()
 
     def score(name: str) -> Tensor:
         scores = score_hidden(

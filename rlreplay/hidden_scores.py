@@ -40,8 +40,12 @@ PATHS = get_args(Path)
 WeightGradient = Literal["dense", "main_grad"]
 WEIGHT_GRADIENTS = get_args(WeightGradient)
 
-BREAK_EVEN_IDS = 96
-"""Support ids a row from which whole logits, chunk by chunk, are faster on a GPU."""
+BREAK_EVEN_IDS = 900
+"""Support ids a row from which whole logits, chunk by chunk, are taken to be faster on a GPU: on an
+H200 they took 1.6 times as long at 500, and a line through 50 and 500 ids meets theirs here."""
+
+CPU_BREAK_EVEN = 1 / 200
+"""The same on CPUs, as a share of the vocabulary."""
 
 MAX_BYTES = 1 << 30
 
@@ -62,6 +66,7 @@ class LinearKernels(Protocol):
     ) -> None: ...
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def score_hidden(
     hidden: Float[Tensor, "T D"],
     weight: Float[Tensor, "V D"],
@@ -96,13 +101,17 @@ def score_hidden(
         bias: float `[V]`, of the output layer.
         path: `"sparse"` (of the five scores it gives `log_probs` and `support_entropy`),
             `"chunked"`, or `"auto"`: chunked where a full-vocabulary score is asked for or the
-            supports have `BREAK_EVEN_IDS` ids a row or more, else sparse.
+            supports are large (`BREAK_EVEN_IDS`, on CPUs `CPU_BREAK_EVEN`), else sparse.
         weight_gradient: `"dense"`: a gradient `[V, D]` as of any operation. `"main_grad"`: added
             in place to the rows of `weight.main_grad` that a support names (Megatron's
             gradient-accumulation fusion, whose flag is set); autograd then gets None, or where
-            Megatron's hook waits for one, memory without meaning.
+            Megatron's hook waits for a gradient, one that it leaves alone: zeros where it would
+            add it all the same (`zero_out_wgrad`), else memory without meaning. On the chunked
+            path a chunk's share is rounded to the weight's type before it is added.
         sequence_parallel: `hidden` is cut by rows over the TP group.
         max_bytes: of whole logits and their gradient at a time.
+
+    Runs in the tensors' own type under autocast, and outside of a graph that torch.compile makes.
 
     Collectives: in the forward those of `score_logits`, for the supports and then for each chunk
     of whole rows; before them with `sequence_parallel` an all-gather of `hidden`. In the backward,
@@ -149,6 +158,7 @@ class EntropySample(NamedTuple):
     """of the mean, for rows drawn without replacement; 0 where all rows are in the sample."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def sample_entropy(
     hidden: Float[Tensor, "T D"],
@@ -162,7 +172,7 @@ def sample_entropy(
     sequence_parallel: bool = False,
     max_bytes: int = MAX_BYTES,
 ) -> EntropySample:
-    """The full-vocabulary entropy of evenly spaced rows: a metric, without gradient.
+    """The full-vocabulary entropy of evenly spaced rows of this rank: a metric, without gradient.
 
     The standard error is s / sqrt(n) * sqrt(1 - n / R), s the sample's standard deviation
     (Cochran, Sampling Techniques, 2.6); it takes evenly spaced rows for randomly drawn ones. NaN
@@ -330,8 +340,36 @@ class _Part(NamedTuple):
         )
         return cls(plan.of_rows(rows), own, plan.rows[index])
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # One part's logits are gone before the next one's are made: each method makes its own.
+
+    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(hidden[self.rows], weight, bias)
+
+    def normalisers(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Normaliser, Normaliser | None, Tensor]:
+        return normalisers_of(self._logits(hidden, weight, bias), self.plan, self.request)
+
+    def add_gradients(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor | None],
+        normalisers: tuple[Normaliser, Normaliser | None],
+        upstream: list[Tensor | None],
+        totals: tuple[Tensor | None, Tensor | None, Tensor | None],
+    ) -> None:
+        """Add this part's gradients of hidden, weight and bias to the totals that are wanted."""
+        hidden, weight, bias = tensors
+        of_hidden, of_weight, of_bias = totals
+        logits = self._logits(hidden, weight, bias)
+        gradient = gradient_of(logits, self.plan, self.request, *normalisers, upstream)
+        del logits
+        valid = slice(0, self.plan.shard.valid)  # what stands in the padding may be NaN
+        if of_hidden is not None:
+            of_hidden[self.rows] = gradient[:, valid] @ weight[valid]
+        if of_weight is not None:
+            _add_product(of_weight[valid], gradient[:, valid], hidden[self.rows])
+        if of_bias is not None:
+            of_bias += gradient.sum(dim=0, dtype=of_bias.dtype)
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -348,11 +386,11 @@ class _ChunkedScores(torch.autograd.Function):
         parts: list[_Part],
     ) -> tuple[Tensor, ...]:
         outputs, saved = [], []
-        for part in parts:
-            logits = part.logits(hidden, weight, bias)
-            support, full, target = normalisers_of(logits, part.plan, part.request)
-            outputs.append([score_of(name, support, full, target) for name in request.wanted])
-            saved.append((*support, *(full or (None,) * 4)))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in parts:
+                support, full, target = part.normalisers(hidden, weight, bias)
+                outputs.append([score_of(name, support, full, target) for name in request.wanted])
+                saved.append((*support, *(full or (None,) * 4)))
         values = tuple(torch.cat(parts_of_one) for parts_of_one in zip(*outputs, strict=True))
         ctx.request, ctx.parts, ctx.main_grad = request, parts, main_grad
         ctx.owner = weight if main_grad is not None else None
@@ -367,39 +405,37 @@ class _ChunkedScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        of_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-        of_bias = None if bias is None else torch.zeros_like(bias, dtype=_wide(bias.dtype))
-        of_weight = ctx.main_grad
-        if of_weight is None and needs[1]:
+        of_hidden = of_weight = of_bias = None
+        if needs[0]:
+            of_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        if needs[1] and ctx.main_grad is None:
             # several parts are added in float32: each would else be rounded once more
-            several = len(ctx.parts) > 1
-            dtype = _wide(weight.dtype) if several else weight.dtype
+            dtype = _wide(weight.dtype) if len(ctx.parts) > 1 else weight.dtype
             of_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        elif needs[1]:
+            of_weight = ctx.main_grad
+        if needs[2] and bias is not None:
+            of_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype))
         start = 0
-        for part, (support, full) in zip(ctx.parts, _normalisers(saved), strict=True):
+        for part, normalisers in zip(ctx.parts, _normalisers(saved), strict=True):
             end = start + part.plan.num_rows
             upstream = [None if grad is None else grad[start:end] for grad in grads]
             start = end
-            if all(grad is None for grad in upstream):
-                continue
-            logits = part.logits(hidden, weight, bias)
-            gradient = gradient_of(logits, part.plan, part.request, support, full, upstream)
-            if needs[0]:
-                of_hidden[part.rows] = gradient @ weight
-            if needs[1]:
-                _add_product(of_weight, gradient, hidden[part.rows])
-            if of_bias is not None and needs[2]:
-                of_bias += gradient.sum(dim=0, dtype=of_bias.dtype)
-        if needs[1] and ctx.main_grad is None:
-            of_weight = of_weight.to(weight.dtype)
-        elif needs[1]:
+            if any(grad is not None for grad in upstream):
+                with torch.autocast(hidden.device.type, enabled=False):
+                    part.add_gradients(
+                        (hidden, weight, bias),
+                        normalisers,
+                        upstream,
+                        (of_hidden, of_weight, of_bias),
+                    )
+        if ctx.main_grad is not None and needs[1]:
             of_weight = _told_megatron(ctx.owner)
-        return (
-            of_hidden if needs[0] else None,
-            of_weight if needs[1] else None,
-            of_bias.to(bias.dtype) if of_bias is not None and needs[2] else None,
-            *[None] * 3,
-        )
+        elif of_weight is not None:
+            of_weight = of_weight.to(weight.dtype)
+        if bias is not None and of_bias is not None:
+            of_bias = of_bias.to(bias.dtype)
+        return of_hidden, of_weight, of_bias, None, None, None
 
 
 _TILE_BYTES = 1 << 26
@@ -430,11 +466,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _told_megatron(weight: Tensor) -> Tensor | None:
     """What autograd gets for a weight whose gradient is in `main_grad` already.
 
-    Megatron's hook runs on a gradient only, and leaves one alone whose flag is set.
+    Megatron's hook runs on a gradient only, and leaves one alone whose flag is set; but it adds the
+    one of a weight that is the embedding's too.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
     return torch.empty_like(weight)
 
 
@@ -521,9 +560,11 @@ def _is_chunked(plan: ReplayPlan, wanted: tuple[str, ...], path: str) -> bool:
             got=f"{full}",
             consequence="whole rows of logits are never made there",
         )
-    many = plan.num_support_ids >= BREAK_EVEN_IDS * max(1, plan.num_rows)
-    on_gpu = plan.device.type == "cuda"
-    return path == "chunked" or (path == "auto" and (bool(full) or (on_gpu and many)))
+    ids = BREAK_EVEN_IDS
+    if plan.device.type == "cpu":
+        ids = max(1, round(CPU_BREAK_EVEN * plan.vocab_size))
+    many = plan.num_support_ids >= ids * max(1, plan.num_rows)
+    return path == "chunked" or (path == "auto" and (bool(full) or many))
 
 
 def _rows_of_a_chunk(weight: Tensor, max_bytes: int, kernels: ScoreKernels) -> int:

@@ -249,6 +249,49 @@ class HiddenTests:
         assert all((v == 0).all() for v in scores.values())
         assert all((g == 0).all() for g in gradients.values())
 
+    def test_rows_and_a_bias_with_a_stride(self) -> None:
+        case = self.case(seed=8)
+        layer = Layer.of(case, 12, torch.float32, bias=True)
+        assert layer.bias is not None
+        weights = weights_of(case.plan, SPARSE_SCORES)
+
+        def spread(tensor: Tensor) -> Tensor:
+            wide = torch.full((*tensor.shape, 2), torch.nan, device=self.device)
+            wide[..., 0] = tensor
+            if tensor.ndim == 1:
+                return wide[:, 0]
+            return torch.cat([tensor, wide[..., 1]], dim=1)[:, : tensor.shape[1]]
+
+        strided = Layer(spread(layer.hidden), spread(layer.weight), spread(layer.bias))
+        assert not any(t.is_contiguous() for t in (strided.hidden, strided.weight, strided.bias))
+        for path in ("sparse", "chunked"):
+            leaves = [strided.hidden, strided.weight, strided.bias]
+            leaves = [t.detach().requires_grad_() for t in leaves]
+            scores = score_hidden(
+                leaves[0], leaves[1], case.plan, bias=leaves[2], scores=SPARSE_SCORES, path=path,
+                backend=self.backend,  # type: ignore[arg-type]
+            ).asked()  # fmt: skip
+            gradients = torch.autograd.grad(objective(scores, weights), leaves)
+            named = dict(zip(("hidden", "weight", "bias"), gradients, strict=True))
+            check(({k: v.detach() for k, v in scores.items()}, named), layer, case.plan, weights)
+
+    def test_main_grad_of_a_weight_that_is_the_embedding_too(self) -> None:
+        """Megatron's hook then adds the gradient that autograd has."""
+        case = make_case(self.device, [(2, 9, "mixed")], self.vocab, sizes=[1, 2, 17])
+        layer = Layer.of(case, 16, torch.float32, bias=False)
+        weight = torch.nn.Parameter(layer.weight.clone())
+        weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        weight.zero_out_wgrad = True  # type: ignore[attr-defined]
+        scores = score_hidden(
+            layer.hidden, weight, case.plan, weight_gradient="main_grad",
+            backend=self.backend,  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert scores.log_probs is not None
+        scores.log_probs.sum().backward()
+        assert weight.grad is not None
+        assert (weight.grad == 0).all()
+
     @pytest.mark.parametrize("path", ["sparse", "chunked"])
     @pytest.mark.parametrize("flagged", [True, False])
     def test_main_grad_is_added_to_in_named_rows_only(self, path: str, flagged: bool) -> None:

@@ -6,7 +6,7 @@ this shard. The two gradients are sums in a fixed order, by segments, in float64
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlreplay.kernels.rows import accumulator
 from rlreplay.plan import ReplayPlan
+from rlreplay.sampling_mask import IntArray
 
 _CHUNK_BYTES = 1 << 24
 
@@ -45,9 +46,11 @@ def hidden_gradient(
 ) -> Float[Tensor, "T D"]:
     """The gradient of `hidden`, from that of the support logits; zeros where no row is scored."""
     gradient = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-    for first, last, a, b in _segment_chunks(plan.host_offsets, hidden.shape[1]):
-        terms = weight[plan.ids[a:b].long()].double() * grad[a:b, None]
-        sums = _segment_sums(terms, plan.offsets[first : last + 1] - a)
+
+    def terms(a: int, b: int) -> Tensor:
+        return weight[plan.ids[a:b].long()].double() * grad[a:b, None]
+
+    for first, last, sums in _segment_sums(terms, plan.host_offsets, plan.offsets, hidden.shape[1]):
         gradient[plan.rows[first:last]] = sums.to(gradient.dtype)
     return gradient
 
@@ -61,11 +64,13 @@ def weight_gradient(
 ) -> None:
     """The gradient of the weight's rows that a support names, written or added into `out`."""
     segments = plan.by_id
+    rows = plan.id_rows_by_id
+
+    def terms(a: int, b: int) -> Tensor:
+        return hidden[rows[a:b]].double() * grad[segments.order[a:b], None]
+
     starts = segments.starts.cpu().numpy()
-    for first, last, a, b in _segment_chunks(starts, hidden.shape[1]):
-        order = segments.order[a:b]
-        terms = hidden[plan.id_rows[order]].double() * grad[order, None]
-        sums = _segment_sums(terms, segments.starts[first : last + 1] - a)
+    for first, last, sums in _segment_sums(terms, starts, segments.starts, hidden.shape[1]):
         columns = segments.columns[first:last]
         if accumulate:
             sums = sums + out[columns]
@@ -78,8 +83,14 @@ def bias_gradient(
     """The gradient of the bias, zeros for columns that no support names. For either backend."""
     gradient = torch.zeros_like(bias)
     segments = plan.by_id
-    sums = _segment_sums(grad[segments.order].double(), segments.starts)
-    gradient[segments.columns] = sums.to(bias.dtype)
+    gradient[segments.columns] = torch.segment_reduce(
+        # unsafe spares the sync that checks the offsets
+        grad[segments.order].double(),
+        "sum",
+        offsets=segments.starts,
+        unsafe=True,
+        initial=0,
+    ).to(bias.dtype)
     return gradient
 
 
@@ -89,21 +100,30 @@ def _chunks(count: int, width: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, count)
 
 
-def _segment_chunks(offsets: np.ndarray, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs (first, last, a, b) of segments [first, last) with the entries [a, b), of a bounded
-    number of entries, or one segment."""
+def _segment_sums(
+    terms: Callable[[int, int], Tensor], host_offsets: IntArray, offsets: Tensor, width: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Runs (first, last, sums `[last - first, width]`) of the segments' sums, 0 over nothing.
+
+    Args:
+        terms: the entries [a, b), float64 `[b - a, width]`, of which a bounded number is made at a
+            time; what a segment of more has so far is carried on.
+        host_offsets, offsets: where each segment begins, on the host and on the device.
+    """
     step = max(1, _CHUNK_BYTES // (8 * max(1, width)))
-    first, count = 0, len(offsets) - 1
+    first, count, a = 0, len(host_offsets) - 1, 0
+    carried: Tensor | None = None
     while first < count:
-        a = int(offsets[first])
-        last = int(np.searchsorted(offsets, a + step, side="right")) - 1
-        last = min(count, max(first + 1, last))
-        yield first, last, a, int(offsets[last])
-        first = last
-
-
-def _segment_sums(terms: Tensor, offsets: Tensor) -> Tensor:
-    """`[segments, D]`: sums of consecutive rows of `terms`, 0 over none."""
-    # unsafe spares the sync that checks the offsets
-    sums: Tensor = torch.segment_reduce(terms, "sum", offsets=offsets, unsafe=True, initial=0)
-    return sums
+        b = min(a + step, int(host_offsets[-1]))
+        last = int(np.searchsorted(host_offsets, b, side="right")) - 1
+        is_open = last < count and int(host_offsets[last]) < b
+        bounds = (offsets[first : last + 1 + is_open] - a).clamp(0, b - a)
+        sums: Tensor = torch.segment_reduce(
+            terms(a, b), "sum", offsets=bounds, unsafe=True, initial=0
+        )
+        if carried is not None:
+            sums[0] += carried
+        if last > first:
+            yield first, last, sums[: last - first]
+        carried = sums[-1] if is_open else None
+        first, a = last, b

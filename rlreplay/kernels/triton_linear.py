@@ -50,6 +50,7 @@ def support_logits(
         weight,
         weight.stride(0),
         bias,
+        0 if bias is None else bias.stride(0),
         plan.id_rows,
         plan.ids,
         logits,
@@ -157,6 +158,7 @@ def _logits_kernel(
     weight,
     weight_stride,
     bias,
+    bias_stride,
     id_rows,
     ids,
     logits,
@@ -187,7 +189,7 @@ def _logits_kernel(
         total += h.to(acc) * w.to(acc)
     value = tl.sum(total, axis=1)
     if bias is not None:
-        value += tl.load(bias + column).to(acc)
+        value += tl.load(bias + column * bias_stride).to(acc)
     tl.store(logits + at, value, mask=here)
 
 
@@ -303,6 +305,8 @@ def _split_gradient_kernel(
 
 @triton.jit
 def _write(place, value, inside, ACCUMULATE: tl.constexpr):
-    if ACCUMULATE:
+    if ACCUMULATE:  # in the wider of the two types
+        if place.dtype.element_ty == tl.float64:
+            value = value.to(tl.float64)
         value += tl.load(place, mask=inside, other=0.0).to(value.dtype)
     tl.store(place, value.to(place.dtype.element_ty), mask=inside)

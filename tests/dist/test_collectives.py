@@ -18,6 +18,7 @@ from rlreplay import (
     ScoringConfig,
     get_log_probs_and_entropy,
     score_assembled,
+    score_hidden,
     score_logits,
 )
 from tests.batches import Batch, cut_columns, cut_rows, make_batch
@@ -201,6 +202,40 @@ def test_scoring_a_plan_again_enters_no_collective_but_its_own() -> None:
     calls.clear()
     score_assembled(logits, plan(assembled=True, check_agreement=False))
     assert [c.name for c in calls] == ["all_gather"]
+
+
+@pytest.mark.parametrize(
+    ("path", "names", "chunks"),
+    [("sparse", ("log_probs",), 1), ("chunked", ("entropy",), 3), ("auto", ("entropy",), 3)],
+)
+def test_hidden_states_enter_those_of_the_logits_and_one_sum_in_the_backward(
+    path: Any, names: tuple[str, ...], chunks: int
+) -> None:
+    for masks in (True, False):
+        calls: list[Call] = []
+        batch = make_batch(5, with_masks=masks, max_response=3)
+        parallel = ParallelState(1, TP, CountingGroup("tp", 1, TP, calls))
+        plan = ReplayPlan.build(
+            batch.tokens,
+            batch.masks,
+            RowLayout.packed(**batch.lengths),
+            parallel=parallel,
+            vocab_size=batch.vocab_size,
+            device="cpu",
+        )
+        calls.clear()
+        hidden = torch.randn(sum(batch.total_lengths), 4, requires_grad=True)
+        weight = torch.randn(-(-batch.vocab_size // TP), 4, requires_grad=True)
+        size = -(-plan.num_rows // chunks)
+        scores = score_hidden(
+            hidden, weight, plan, scores=names, path=path, max_bytes=size * 2 * len(weight) * 4
+        ).asked()
+        # unrestricted rows are a chunk more, on all ranks that hold the same rows
+        free = int(path == "sparse" and plan.has_unrestricted)
+        assert [c.name for c in calls] == ["max", "sum"] * (chunks + free)
+        calls.clear()
+        scores[names[0]].sum().backward()
+        assert [c.name for c in calls] == ["sum"]
 
 
 def test_a_single_rank_enters_none(monkeypatch: pytest.MonkeyPatch) -> None:

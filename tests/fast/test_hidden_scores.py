@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,16 @@ from rlreplay.hidden_scores import (  # noqa: E402
     score_hidden,
 )
 from rlreplay.id_segments import PIECE, IdSegments  # noqa: E402
-from tests.kernel_checks import make_case, weights_of  # noqa: E402
-from tests.linear_checks import SPARSE_SCORES, HiddenTests, Layer, check, scored  # noqa: E402
+from rlreplay.kernels import torch_linear  # noqa: E402
+from tests.kernel_checks import make_case, objective, weights_of  # noqa: E402
+from tests.linear_checks import (  # noqa: E402
+    SPARSE_SCORES,
+    HiddenTests,
+    Layer,
+    check,
+    same_bits,
+    scored,
+)
 
 
 class TestOnTorch(HiddenTests):
@@ -143,16 +152,92 @@ def test_sampled_entropy_refuses_what_score_hidden_refuses(case: Any) -> None:
         sample_entropy(**arguments(case), entropy_rows=-1)
 
 
-def test_auto_is_chunked_for_full_scores_and_on_a_gpu_for_large_supports(case: Any) -> None:
-    assert _is_chunked(case.plan, ("entropy",), "auto")
-    assert not _is_chunked(case.plan, ("log_probs",), "auto")
-    many = BREAK_EVEN_IDS * case.plan.num_rows
-    for device, count, expected in (
-        ("cpu", many, False),
-        ("cuda", many, True),
-        ("cuda", many - 1, False),
-    ):
-        plan = SimpleNamespace(
-            num_support_ids=count, num_rows=case.plan.num_rows, device=torch.device(device)
+def test_auto_is_chunked_for_full_scores_and_for_large_supports() -> None:
+    def plan(device: str, ids: int) -> Any:
+        return SimpleNamespace(
+            num_support_ids=ids, num_rows=10, vocab_size=20_000, device=torch.device(device)
         )
-        assert _is_chunked(plan, ("log_probs",), "auto") == expected  # type: ignore[arg-type]
+
+    assert _is_chunked(plan("cpu", 10), ("entropy",), "auto")
+    for device, ids in (("cuda", BREAK_EVEN_IDS), ("cpu", 100)):
+        assert _is_chunked(plan(device, 10 * ids), ("log_probs",), "auto")
+        assert not _is_chunked(plan(device, 10 * ids - 1), ("log_probs",), "auto")
+        assert not _is_chunked(plan(device, 10 * ids), ("log_probs",), "sparse")
+
+
+def test_one_id_of_many_rows_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum over more entries than are made at a time is carried on."""
+    monkeypatch.setattr(torch_linear, "_CHUNK_BYTES", 8 * 6 * 7)  # seven entries
+    case = make_case("cpu", [(2, 40, "mixed")], 20, sizes=[1, 20, 3], sampled=4)
+    layer = Layer.of(case, 6, torch.float64, bias=True)
+    weights = weights_of(case.plan, SPARSE_SCORES)
+    made = []
+    double = torch.Tensor.double
+    monkeypatch.setattr(torch.Tensor, "double", lambda t: made.append(t.shape) or double(t))
+    results = scored(layer, case.plan, weights, path="sparse")
+    monkeypatch.undo()
+    check(results, layer, case.plan, weights)
+    assert max(shape[0] for shape in made if len(shape) == 2) <= 7
+
+
+def test_only_one_part_has_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("cpu", [(2, 12, "mixed")], 50)
+    layer = Layer.of(case, 6, torch.float32, bias=False)
+    linear, alive, most = torch.nn.functional.linear, weakref.WeakSet(), []
+
+    def counted(*args: Any) -> torch.Tensor:
+        logits = linear(*args)
+        alive.add(logits)
+        most.append(len(alive))
+        return logits
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    weights = weights_of(case.plan, ("entropy",))
+    scored(layer, case.plan, weights, path="chunked", max_bytes=2 * 3 * 50 * 4)
+    assert len(most) == 2 * 4
+    assert max(most) == 1
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("path", ["sparse", "chunked"])
+def test_autocast_changes_nothing(case: Any, path: Any, inside: bool) -> None:
+    case = make_case("cpu", [(2, 6, "mixed"), (1, 3, "free")], 20, sizes=[3])
+    layer = Layer.of(case, 6, torch.float32, bias=True)
+    weights = weights_of(case.plan, SPARSE_SCORES)
+    expected = scored(layer, case.plan, weights, path=path)
+    leaves = layer.leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = score_hidden(**leaves, plan=case.plan, scores=SPARSE_SCORES, path=path).asked()
+        if inside:
+            gradients = torch.autograd.grad(objective(scores, weights), list(leaves.values()))
+    if not inside:
+        gradients = torch.autograd.grad(objective(scores, weights), list(leaves.values()))
+    same_bits(({k: v.detach() for k, v in scores.items()}, dict(zip(leaves, gradients))), expected)  # noqa: B905
+
+
+def test_a_compiled_function_around_it_gives_the_same(case: Any) -> None:
+    given_ = arguments(case)
+    expected = score_hidden(**given_).log_probs
+
+    def twice(**arguments: Any) -> torch.Tensor:
+        log_probs = score_hidden(**arguments).log_probs
+        assert log_probs is not None
+        return log_probs * 2
+
+    assert expected is not None
+    compiled = torch.compile(twice, backend="aot_eager")
+    assert torch.equal(compiled(**given_), expected * 2)
+
+
+def test_nan_in_the_padding_rows_of_the_weight_stays_there() -> None:
+    case = make_case("cpu", [(2, 4, "mixed")], 20, sizes=[3])
+    layer = Layer.of(case, 6, torch.float32, bias=False)
+    wide = torch.nn.functional.pad(layer.weight, (0, 0, 0, 4), value=torch.nan)
+    hidden, weight = layer.hidden.clone().requires_grad_(), wide.requires_grad_()
+    scores = score_hidden(hidden, weight, case.plan, scores=("entropy",))
+    assert scores.entropy is not None
+    scores.entropy.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.isfinite().all()
+    assert (weight.grad[20:] == 0).all()
