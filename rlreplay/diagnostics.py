@@ -12,9 +12,10 @@ leave the device, reduce them itself (one SUM, one MAX), and read the result:
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     mismatch = LogProbMismatch.from_tensors(sums, maxima)
 
-Wrong lengths, shapes and types are refused. Numbers that cannot be measured (NaN, infinities) are
-counted in `non_finite` and left out of everything else: to refuse them would take a device sync,
-and one rank would raise while the others wait in their all-reduce.
+Tool tokens of merged turns have a log-prob of 0 that no policy gave: leave them out by the loss
+mask. Wrong lengths, shapes and types are refused. Numbers that cannot be measured (NaN, infinities)
+are counted in `non_finite` and left out of everything else: to refuse them would take a device
+sync, and one rank would raise while the others wait in their all-reduce.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from rlreplay.rollout import Rollout, log_prob_array
 from rlreplay.sampling_mask import (
     IntArray,
     RolloutSamplingMask,
+    check_count,
+    frozen,
     host_array,
+    integer_array,
     shown,
 )
 
@@ -50,6 +54,8 @@ _LOWEST_OCTAVE, _OCTAVES = -24, 30
 _BINS = (_OCTAVES << _SUB_BITS) + 2
 _SHIFT = 52 - _SUB_BITS
 _FIRST = (1023 + _LOWEST_OCTAVE) << _SUB_BITS
+
+_LARGEST_LOG_RATIO = 300.0
 
 # How far the probabilities of one support may sum from 1: fp32 rounding stays below, log-probs
 # normalised over the whole vocabulary miss it by the truncated mass.
@@ -171,8 +177,8 @@ class LogProbMismatch(Tally):
     - `effective_sample_size`: `sum(ratio)**2 / sum(ratio**2)` (Kish), in tokens.
     - `mean_abs_delta`, `max_abs_delta`, and `quantile(q)` of `|delta|`.
 
-    Means over no token are NaN. A token is `non_finite` where a log-prob is NaN or infinite, or
-    `ratio**2` overflows float64.
+    Means over no token are NaN. A token is `non_finite` where a log-prob is NaN or infinite. A
+    ratio beyond e**300 or below e**-300 is counted as that, so that its square is a number.
     """
 
     __slots__ = ()
@@ -202,13 +208,14 @@ class LogProbMismatch(Tally):
             {"rollout_log_probs": rollout_log_probs, "log_probs": log_probs}, loss_mask
         )
         delta = new - old
-        ratio = torch.exp(delta)
-        finite = torch.isfinite(delta) & torch.isfinite(ratio * ratio)
+        finite = torch.isfinite(delta)
         measured = kept & finite
-        delta, ratio = torch.where(measured, delta, 0.0), torch.where(measured, ratio, 0.0)
+        delta = torch.where(measured, delta, 0.0)
+        near = delta.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+        ratio = torch.where(measured, torch.exp(near), 0.0)
         magnitude = delta.abs()
         totals = [measured, kept & ~finite, ratio, ratio * ratio, -delta]
-        totals += [torch.expm1(delta) - delta, magnitude]
+        totals += [torch.expm1(near) - delta, magnitude]
         histogram = _histogram(magnitude, measured)
         return TallyTensors(torch.cat([_totals(totals), histogram]), _maxima([magnitude]))
 
@@ -437,6 +444,15 @@ class SupportStatistics:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __post_init__(self) -> None:
+        counts = integer_array(self.size_counts, "size_counts")
+        numbers = (self.entropy_rows, self.entropy_sum, self.entropy_max)
+        sound = counts.size > 0 and bool((counts >= 0).all())
+        if not sound or not all(isinstance(n, int | float) and 0 <= n < math.inf for n in numbers):
+            got = f"{shown(self.size_counts)}, {numbers}"
+            raise _not_a_tally("the statistics", "counts and sums that are not negative", got)
+        object.__setattr__(self, "size_counts", frozen(counts.copy()))
+
     @classmethod
     def zero(cls) -> SupportStatistics:
         """The statistics of no row."""
@@ -444,9 +460,13 @@ class SupportStatistics:
 
     @classmethod
     def of(cls, rollouts: Rollout | Iterable[Rollout]) -> SupportStatistics:
-        """Those of every response row of the rollouts."""
+        """Those of every response row of the rollouts, tool tokens too: they are forced rows."""
+        if not isinstance(rollouts, Rollout | Iterable):
+            raise _not_a_tally("what is measured", "rollouts", shown(rollouts))
         total = cls.zero()
         for rollout in [rollouts] if isinstance(rollouts, Rollout) else rollouts:
+            if not isinstance(rollout, Rollout):
+                raise _not_a_tally("what is measured", "a Rollout", shown(rollout))
             mask = rollout.sampling_mask
             counts = np.bincount(mask.lengths, minlength=1)
             if rollout.support_log_probs is None:
@@ -473,6 +493,33 @@ class SupportStatistics:
         )
 
     __add__ = merge
+
+    def to_tensors(self, max_size: int, device: torch.device | str | None = None) -> TallyTensors:
+        """Float64 sums `[max_size + 3]` and maxima `[1]`, for a SUM and a MAX all-reduce.
+
+        Args:
+            max_size: the largest support that any rank may have: the cap of the sampler.
+        """
+        limit = check_count(max_size, "max_size")
+        if self.size_counts.size > limit + 1:
+            got = f"a support of {self.size_counts.size - 1} ids"
+            raise _not_a_tally("the sizes", f"at most {limit} ids", got)
+        sums = np.zeros(limit + 3)
+        sums[: self.size_counts.size] = self.size_counts
+        sums[-2:] = self.entropy_rows, self.entropy_sum
+        return TallyTensors(
+            torch.tensor(sums, device=device),
+            torch.tensor([self.entropy_max], dtype=torch.float64, device=device),
+        )
+
+    @classmethod
+    def from_tensors(cls, sums: Tensor, maxima: Tensor) -> SupportStatistics:
+        """Read (reduced) tensors; this waits for the device."""
+        own, most = _vector(sums, "sums", sums.numel()), _vector(maxima, "maxima", 1)
+        counts = np.trim_zeros(own[:-2], "b")
+        whole = np.zeros(max(1, counts.size), np.int64)
+        whole[: counts.size] = counts
+        return cls(whole, int(own[-2]), float(own[-1]), float(most[0]))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SupportStatistics):
@@ -546,7 +593,7 @@ def support_entropy(mask: RolloutSamplingMask, support_log_probs: Any) -> Float6
 
 
 def support_kl(
-    mask: RolloutSamplingMask, rollout_support_log_probs: Any, support_log_probs: Any
+    mask: RolloutSamplingMask, rollout_support_log_probs: Any, trainer_support_log_probs: Any
 ) -> Float64Array:
     """float64 `[n]`: the exact KL(rollout || trainer) of each row, over its support.
 
@@ -558,15 +605,20 @@ def support_kl(
     Args:
         mask: the supports.
         rollout_support_log_probs: float `[N]`, log q of each id (`Rollout.support_log_probs`).
-        support_log_probs: float `[N]`, log p of each id, normalised over the support.
+        trainer_support_log_probs: float `[N]`, log p of each id, normalised over the support: the
+            trainer's logits at the ids, less each row's logsumexp.
 
     Raises:
         ReplayError: another number of values than ids, a value that is no log-prob (-inf too: it
             would be an infinite KL), or a row whose probabilities do not sum to 1.
     """
     log_q = _per_id(rollout_support_log_probs, "rollout_support_log_probs", mask)
-    delta = _per_id(support_log_probs, "support_log_probs", mask) - log_q
-    return _row_sums(np.exp(log_q) * (np.expm1(delta) - delta), mask)
+    log_p = _per_id(trainer_support_log_probs, "trainer_support_log_probs", mask)
+    delta = log_p - log_q
+    q, near = np.exp(log_q), np.minimum(delta, 1.0)
+    # where p is far above q, exp(delta) may overflow though q exp(delta) = p does not
+    far = np.exp(log_p) - q - q * delta
+    return _row_sums(np.where(delta < 1, q * (np.expm1(near) - near), far), mask)
 
 
 def _per_id(values: Any, name: str, mask: RolloutSamplingMask) -> Float64Array:
@@ -580,7 +632,7 @@ def _per_id(values: Any, name: str, mask: RolloutSamplingMask) -> Float64Array:
             got=f"{len(values)}",
             consequence=_WRONG_PAIRS,
         )
-    # float32 checks the values; a float64 input is measured as it is
+    # float32 checks the values; a float64 array is measured as it is
     checked = log_prob_array(values, name, mask)
     own = np.asarray(values if isinstance(values, np.ndarray) else checked, dtype=np.float64)
     mass = _row_sums(np.exp(own), mask)
@@ -667,12 +719,15 @@ def _check_lengths(pieces: dict[str, list[Tensor]]) -> None:
     for name in others:
         ours, theirs = ([p.numel() for p in pieces[key]] for key in (first, name))
         in_pieces = len(ours) == len(theirs) > 1
-        if ours != theirs and (in_pieces or sum(ours) != sum(theirs)):
+        apart = len(ours) > 1 and len(theirs) > 1 and not in_pieces
+        if ours != theirs and (in_pieces or apart or sum(ours) != sum(theirs)):
             at = [a != b for a, b in zip(ours, theirs, strict=True)].index(True) if in_pieces else 0
             raise ReplayError(
                 f"{name} and {first} differ in length",
-                expected=f"{ours[at] if in_pieces else sum(ours)} tokens",
-                got=f"{theirs[at] if in_pieces else sum(theirs)}",
+                expected=f"{len(ours)} samples"
+                if apart
+                else f"{ours[at] if in_pieces else sum(ours)} tokens",
+                got=f"{len(theirs) if apart else theirs[at] if in_pieces else sum(theirs)}",
                 consequence=_WRONG_PAIRS,
                 sample=at if in_pieces else None,
             )

@@ -177,7 +177,6 @@ def test_a_tally_survives_tensors_and_pickling():
         (-math.inf, -1.0),
         (-1.0, math.inf),
         (-math.inf, -math.inf),
-        (-400.0, -1.0),
     ],
 )
 def test_what_cannot_be_measured_is_counted_and_left_out(old, new):
@@ -193,10 +192,73 @@ def test_what_cannot_be_measured_is_counted_and_left_out(old, new):
     assert (masked_out.tokens, masked_out.non_finite) == (1, 0)
 
 
-def test_a_vanished_ratio_is_measured():
-    mismatch = LogProbMismatch.measure(np.array([-1.0]), np.array([-900.0]))
+@pytest.mark.parametrize("delta", [-899.0, -400.0, 400.0, 899.0])
+def test_ratios_that_no_float_holds_are_measured(delta):
+    """They count as e**300 or e**-300; their distance is what it is."""
+    old = np.full(4, -1000.0)
+    mismatch = LogProbMismatch.measure(old, old + delta)
 
-    assert (mismatch.mean_ratio, mismatch.k3, mismatch.max_abs_delta) == (0, 898, 899)
+    ratio = math.exp(math.copysign(300, delta))
+    assert (mismatch.tokens, mismatch.non_finite) == (4, 0)
+    assert mismatch.mean_ratio == pytest.approx(ratio, rel=1e-12)
+    assert mismatch.k3 == pytest.approx(ratio - 1 - delta, rel=1e-12)
+    assert mismatch.max_abs_delta == mismatch.quantile(0.5) == abs(delta)
+    assert mismatch.effective_sample_size == pytest.approx(4, rel=1e-12)
+
+
+def test_the_worst_token_is_seen_beside_ordinary_ones():
+    mismatch = LogProbMismatch.measure(np.array([-1.0, -401.0]), np.array([-1.0, -1.0]))
+
+    assert (mismatch.tokens, mismatch.max_abs_delta, mismatch.quantile(1.0)) == (2, 400, 400)
+
+
+def test_columns_in_other_numbers_of_samples_are_refused():
+    apart = [np.zeros(3), np.zeros(5)], [np.zeros(3), np.zeros(2), np.zeros(3)]
+    with pytest.raises(ReplayError, match="expected 2 samples, got 3"):
+        LogProbMismatch.measure(*apart)
+
+
+@pytest.mark.parametrize(
+    ("log_q", "log_p", "expected"),
+    [
+        ([0.0, -800.0], [math.log(0.5)] * 2, math.log(2)),
+        ([0.0, -740.0], [-740.0, 0.0], 740.0),
+    ],
+)
+def test_a_kl_of_distributions_far_apart_is_a_number(log_q, log_p, expected):
+    mask = RolloutSamplingMask(ids=np.array([3, 7]), offsets=np.array([0, 2]))
+    (kl,) = support_kl(mask, np.array(log_q), np.array(log_p))
+    assert kl == pytest.approx(expected, rel=1e-12)
+
+
+def test_support_statistics_go_through_an_all_reduce():
+    masks = [RolloutSamplingMask.forced([1, 2]), RolloutSamplingMask.from_mask_list([[1, 2, 3]])]
+    parts = [
+        SupportStatistics.of(Rollout(prompt_ids=[0], response_ids=[1] * len(m), sampling_mask=m))
+        if k
+        else SupportStatistics.of(Rollout(prompt_ids=[0], response_ids=[1, 2], sampling_mask=m))
+        for k, m in enumerate(masks)
+    ]
+    sums, maxima = zip(*(part.to_tensors(8) for part in parts), strict=True)
+    reduced = torch.stack(sums).sum(0), torch.stack(maxima).amax(0)
+    assert SupportStatistics.from_tensors(*reduced) == parts[0] + parts[1]
+    assert SupportStatistics.from_tensors(*SupportStatistics.zero().to_tensors(8)).rows == 0
+    with pytest.raises(ReplayError, match="at most 2 ids"):
+        parts[1].to_tensors(2)
+
+
+@pytest.mark.parametrize("wrong", [3, [3], None, "ab"])
+def test_support_statistics_of_something_else_are_refused(wrong):
+    with pytest.raises(ReplayError, match="what is measured"):
+        SupportStatistics.of(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, [], [-1], [1.5], "a"])
+def test_support_statistics_of_no_counts_are_refused(wrong):
+    with pytest.raises(ReplayError):
+        SupportStatistics(wrong)
+    counts = SupportStatistics(np.array([1, 2])).size_counts
+    assert not counts.flags.writeable
 
 
 def test_pieces_for_each_sample_are_one_column():
