@@ -31,6 +31,7 @@ from rlreplay.sampling_mask import (
     consecutive_runs,
     frozen,
     integer_array,
+    is_integer,
     shown,
 )
 
@@ -43,6 +44,7 @@ DEFAULT_MAX_SUPPORT = 4096
 _MASS_TOLERANCE = 1e-3
 # Below it a sampler means greedy; much below, float32 would divide by 0.
 _LEAST_TEMPERATURE = 1e-6
+_MOST_TEMPERATURE = torch.finfo(torch.float32).max
 
 _WRONG_SUPPORT = "the captured support would not be the one the token was drawn from"
 _WRONG_DRAW = "tokens would be drawn from another distribution than the one asked for"
@@ -56,7 +58,7 @@ class SamplingParams:
     """How one request is sampled: `softmax(logits / temperature)`, then the filters.
 
     Args:
-        temperature: 0, which takes the most probable id, or a finite number of at least 1e-6.
+        temperature: 0, which takes the most probable id, or from 1e-6 to float32's largest number.
         top_k: how many ids the cut-off by rank lets through, at least 1; None for no limit.
         top_p: in (0, 1], the probability mass that the kept ids must reach; 1 for no limit.
         min_p: in [0, 1], the least probability kept, as a fraction of the highest.
@@ -72,13 +74,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         t, top_p, min_p, top_k = self.temperature, self.top_p, self.min_p, self.top_k
-        if not (_is_finite(t) and (t == 0 or t >= _LEAST_TEMPERATURE)):
-            raise _bad_param("temperature", t, "0 (greedy), or a finite number >= 1e-6")
+        if not (_is_finite(t) and (t == 0 or _LEAST_TEMPERATURE <= t <= _MOST_TEMPERATURE)):
+            expected = f"0 (greedy), or a number from 1e-6 to {_MOST_TEMPERATURE:.2e} (float32)"
+            raise _bad_param("temperature", t, expected)
         if not (_is_finite(top_p) and 0 < top_p <= 1):
             raise _bad_param("top_p", top_p, "a number in (0, 1]")
         if not (_is_finite(min_p) and 0 <= min_p <= 1):
             raise _bad_param("min_p", min_p, "a number in [0, 1]")
-        if not (top_k is None or (_is_int(top_k) and top_k >= 1)):
+        if not (top_k is None or (is_integer(top_k) and top_k >= 1)):
             raise _bad_param("top_k", top_k, "an integer >= 1, or None for no limit")
 
     @property
@@ -108,9 +111,12 @@ class CaptureStatus(enum.IntEnum):
     OK = 0
     """The support is complete; a greedy row's is its token alone."""
     INVALID = 1
-    """The weights were no distribution (NaN, infinite, negative, all zero): nothing to replay."""
+    """The weights were no distribution (NaN, infinite, negative, all zero), or the sampled token's
+    log-prob is beyond float32: nothing to replay."""
     OVERFLOW = 2
     """The support has more ids than the cap. It is left out, never cut to fit."""
+    LOST_TOKEN = 3
+    """The sampled token has no weight in a row that is a distribution. It is never repaired."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,15 +128,17 @@ class SupportCapture:
 
     Attributes:
         rows: int64 `[b]`, the captured rows of the batch, in the order asked for.
+        sampled_ids: int64 `[b]`, their sampled tokens.
         statuses: int8 `[b]`, a `CaptureStatus` each.
         support_sizes: int64 `[b]`, how many ids the sampler kept: complete where the row
-            overflows, 0 where it is invalid.
+            overflows or has lost its token, 0 where it is invalid.
         log_probs: float32 `[b]`, of the sampled tokens, normalised over their supports; NaN
             where the status is not OK.
         max_support: the cap on a row's support.
     """
 
     rows: IntArray
+    sampled_ids: IntArray
     statuses: npt.NDArray[np.int8]
     support_sizes: IntArray
     log_probs: FloatArray
@@ -152,24 +160,34 @@ class SupportCapture:
         return self._ok_mask
 
     def check(self) -> None:
-        """Raise a `ReplayError` that names the rows, unless the status of each is OK."""
+        """Refuse the step unless the status of each row is OK.
+
+        Raises:
+            MissingTokenError: a row is LOST_TOKEN. `row` is the first such row; the message names
+                all others that are not OK too, after these.
+            ReplayError: a row is INVALID or OVERFLOW.
+        """
         refused = np.flatnonzero(~self.ok)
-        if refused.size:
-            told = ", ".join(self._told(i) for i in refused[:_SHOWN_ROWS].tolist())
-            raise ReplayError(
-                f"{refused.size} of {len(self)} captured rows have no support to replay",
-                expected="the status OK for each",
-                got=told + (", …" if refused.size > _SHOWN_ROWS else ""),
-                consequence="their requests would be trained on incomplete supports: refuse "
-                "those requests, and for an overflow lower top_k or raise the cap",
-                row=int(self.rows[refused[0]]),
-            )
+        if not refused.size:
+            return
+        lost = self.statuses[refused] == CaptureStatus.LOST_TOKEN
+        refused = refused[np.argsort(~lost, kind="stable")]
+        told = ", ".join(self._told(i) for i in refused[:_SHOWN_ROWS].tolist())
+        raise (MissingTokenError if lost.any() else ReplayError)(
+            f"{refused.size} of {len(self)} captured rows have no support to replay",
+            expected="the status OK for each",
+            got=told + (", …" if refused.size > _SHOWN_ROWS else ""),
+            consequence="their requests would be trained on supports that are incomplete, or lack "
+            "the token: refuse those requests, and for an overflow lower top_k or raise the cap",
+            row=int(self.rows[refused[0]]),
+        )
 
     def accepted(self) -> SupportCapture:
         """The capture of the rows that are OK; the requests of all others are refused."""
         ok = self.ok
         return SupportCapture(
             rows=frozen(self.rows[ok]),
+            sampled_ids=frozen(self.sampled_ids[ok]),
             statuses=frozen(self.statuses[ok]),
             support_sizes=frozen(self.support_sizes[ok]),
             log_probs=frozen(self.log_probs[ok]),
@@ -181,6 +199,8 @@ class SupportCapture:
         row, size = self.rows[index], self.support_sizes[index]
         if self.statuses[index] == CaptureStatus.OVERFLOW:
             return f"row {row} OVERFLOW ({size} ids, cap {self.max_support})"
+        if self.statuses[index] == CaptureStatus.LOST_TOKEN:
+            return f"row {row} LOST_TOKEN (token {self.sampled_ids[index]}, not among {size} ids)"
         return f"row {row} INVALID"
 
 
@@ -241,7 +261,8 @@ def capture_from_weights(
 ) -> SupportCapture:
     """The supports and log-probs of one step, a row that cannot be replayed marked by its status.
 
-    `support_from_weights` for a server: one request's bad row does not end the batch.
+    `support_from_weights` for a server: whatever one request's weights and token are, its row gets
+    a status, and the batch goes on.
 
     Args:
         weights, token_ids, rows: as in `support_from_weights`.
@@ -251,9 +272,8 @@ def capture_from_weights(
         max_support: the most ids that a row may have.
 
     Raises:
-        MissingTokenError: the weight of a sampled token is lost (0, or no column has its id)
-            though its row is a distribution. It is never repaired.
-        ReplayError: arguments that do not fit, or compact ids that are negative or repeated.
+        ReplayError: arguments that do not fit; compact ids that are negative or repeated in the
+            support of a row that is OK; a sampled id repeated in a row that is a distribution.
     """
     weights = _float_batch(weights, "weights")
     chosen, places = _chosen_rows(weights, rows)
@@ -261,11 +281,13 @@ def capture_from_weights(
     sampled = _chosen_rows(_sampled_ids(sampled_ids, weights), rows)[0]
     kept = chosen > 0
     mass = chosen.sum(dim=-1, dtype=torch.float64)
+    valid = _are_weights(chosen).all(dim=-1) & kept.any(dim=-1) & mass.isfinite()
     columns = _sampled_columns(sampled, kept, names)
+    _refuse_repeated(sampled, kept & valid[:, None], names, places)
     return _capture(
         kept,
         names,
-        valid=_are_weights(chosen).all(dim=-1) & kept.any(dim=-1) & mass.isfinite(),
+        valid=valid,
         sampled=sampled,
         columns=columns,
         log_probs=_log_shares(chosen, columns, mass),
@@ -286,7 +308,8 @@ def capture_from_logits(
     """`capture_from_weights` of logits that the sampler has set to -inf outside the support.
 
     A logit far below the others is in the support though its probability rounds to 0. A row with
-    a NaN, +inf or no finite logit is INVALID.
+    a NaN, +inf or no finite logit is INVALID, and so is one whose token's log-prob is beyond
+    float32.
     """
     logits = _float_batch(processed_logits, "processed_logits")
     chosen, places = _chosen_rows(logits, rows)
@@ -294,13 +317,14 @@ def capture_from_logits(
     kept = chosen > -math.inf
     columns = _sampled_columns(sampled, kept, None)
     selected = _at_least_float32(_at_columns(chosen, columns))
+    log_mass = torch.logsumexp(_at_least_float32(chosen), dim=-1)
     return _capture(
         kept,
         None,
-        valid=~_are_no_logits(chosen).any(dim=-1) & kept.any(dim=-1),
+        valid=log_mass.isfinite(),  # no NaN and no +inf, and not all -inf
         sampled=sampled,
         columns=columns,
-        log_probs=selected - torch.logsumexp(_at_least_float32(chosen), dim=-1),
+        log_probs=selected - log_mass,
         greedy=_chosen_greedy(greedy, logits, rows),
         places=places,
         max_support=max_support,
@@ -318,8 +342,13 @@ def filter_probs(
 
     Ids are ranked by probability, the lower id first where two tie. Top-k lets the first k
     through, top-p those that have less than `top_p` of the mass ranked before them, min-p those
-    of at least `min_p` times the highest probability. An id with exactly `top_p` of the mass
-    before it is cut; there samplers differ.
+    of at least `min_p` times the highest probability.
+
+    Samplers differ from each other, and from this, where an id has exactly `top_p` of the mass
+    before it (here it is cut), and where a cut by rank goes through ids that tie: vLLM and
+    transformers leave to an unstable `torch.sort` which of them survive. The kept probabilities
+    are the same, the ids need not be: of 0.4, 0.2, 0.2, 0.1, 0.1 at top_p = 0.55, ids 0 and 1 are
+    kept here, and 0 and 2 there where the sort happens to be stable.
 
     | sampler | cutoff | order |
     |---|---|---|
@@ -374,12 +403,15 @@ def selected_log_probs(
 
     Raises:
         MissingTokenError: the token has no weight, so it is outside the support.
-        ReplayError: the weights of a row do not sum to a finite number.
+        ReplayError: the weights of a row do not sum to a finite number, or the token's id is
+            repeated among those that have one.
     """
     weights = _float_batch(weights, "weights")
     sampled = _sampled_ids(sampled_ids, weights)
-    columns = _sampled_columns(sampled, weights > 0, _chosen_ids(token_ids, weights, None))
-    _refuse_outside(columns >= 0, sampled, None)
+    kept, names = weights > 0, _chosen_ids(token_ids, weights, None)
+    columns = _sampled_columns(sampled, kept, names)
+    _refuse_outside(columns >= 0, sampled)
+    _refuse_repeated(sampled, kept, names, None)
     mass = weights.sum(dim=-1, dtype=torch.float64)
     off = (~(_are_weights(weights) & mass.isfinite()[:, None])).any(dim=-1)
     if bool(off.any()):
@@ -416,11 +448,12 @@ def sample(
         generator: of the device of `logits`; the default one of that device if None.
 
     Raises:
-        ReplayError: a logit that is NaN or +inf, a row that bans every id, or params that do not
-            fit, as in `filter_probs`.
+        ReplayError: a logit that is NaN or +inf, a row that bans every id, params that do not
+            fit, as in `filter_probs`, or a generator that is none or of another device.
         MissingTokenError: the drawn token is outside the captured support. It is never repaired.
     """
     logits = _at_least_float32(_float_batch(logits, "logits"))
+    _check_generator(generator, logits)
     _refuse_logits(logits, None)
     _refuse_empty(torch.isneginf(logits).all(dim=-1), None)
     probs = _tempered(logits, _limits(params, logits))
@@ -537,14 +570,17 @@ def _capture(
 ) -> SupportCapture:
     """Statuses of the rows, and the mask of those that are OK."""
     cap = check_count(max_support, "max_support")
-    _refuse_outside(~valid | (columns >= 0), sampled, places)
+    found = columns >= 0
     if greedy is not None:
         alone = torch.zeros_like(kept).scatter(1, columns.clamp(min=0)[:, None], True)
-        kept = kept & (alone | ~greedy[:, None])
+        kept = kept & (alone | ~(greedy & found)[:, None])
         log_probs = torch.where(greedy, 0, log_probs)
+    log_probs = log_probs.to(torch.float32)
+    valid = valid & (log_probs.isfinite() | ~found)
     sizes = torch.where(valid, kept.sum(dim=-1), 0)
-    ok = valid & (sizes <= cap)
+    ok = valid & found & (sizes <= cap)
     statuses = torch.where(ok, CaptureStatus.OK, CaptureStatus.OVERFLOW)
+    statuses = torch.where(found, statuses, CaptureStatus.LOST_TOKEN)
     statuses = torch.where(valid, statuses, CaptureStatus.INVALID)
     rows = np.arange(kept.shape[0]) if places is None else places.copy()
     if not bool(ok.all()):
@@ -552,9 +588,10 @@ def _capture(
         places = rows[ok.cpu().numpy()]
     return SupportCapture(
         rows=frozen(rows),
+        sampled_ids=frozen(sampled.cpu().numpy().copy()),
         statuses=frozen(statuses.to(torch.int8).cpu().numpy()),
         support_sizes=frozen(sizes.cpu().numpy()),
-        log_probs=frozen(torch.where(ok, log_probs, math.nan).to(torch.float32).cpu().numpy()),
+        log_probs=frozen(torch.where(ok, log_probs, math.nan).cpu().numpy()),
         max_support=cap,
         _ok_mask=_support(kept, names, places),
     )
@@ -578,8 +615,8 @@ def _at_columns(values: Tensor, columns: Int[Tensor, " b"]) -> Tensor:
 
 
 def _log_shares(weights: Tensor, columns: Tensor, mass: Tensor) -> Tensor:
-    """float32 `[b]`; in float64 until then, for a share may be far below float32's least."""
-    return (_at_columns(weights, columns).double() / mass).log().to(torch.float32)
+    """float32 `[b]`; of logs, for a share may be below float64's least."""
+    return (_at_columns(weights, columns).double().log() - mass.log()).to(torch.float32)
 
 
 def _chosen_rows(batch: Tensor, rows: IntArrayLike | None) -> tuple[Tensor, IntArray | None]:
@@ -634,13 +671,10 @@ def _place(row: int, places: IntArray | None) -> int:
 # Checks
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def _is_finite(value: Any) -> bool:
+    number = is_integer(value) or isinstance(value, float | np.floating)
     try:
-        return (_is_int(value) or isinstance(value, float | np.floating)) and math.isfinite(value)
+        return number and math.isfinite(value)
     except OverflowError:  # an integer beyond any float
         return False
 
@@ -782,9 +816,45 @@ def _sampled_ids(sampled_ids: Tensor, weights: Tensor) -> Tensor:
     return sampled_ids.to(torch.int64)
 
 
-def _refuse_outside(
-    inside: Bool[Tensor, " b"], sampled: Int[Tensor, " b"], places: IntArray | None
+def _check_generator(generator: Any, beside: Tensor) -> None:
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        got = shown(generator)
+    elif generator.device.type != beside.device.type:
+        got = f"one of {generator.device}"
+    else:
+        return
+    raise ReplayError(
+        "the generator cannot draw for these logits",
+        expected=f"a torch.Generator of {beside.device}, or None",
+        got=got,
+        consequence="no token could be drawn",
+    )
+
+
+def _refuse_repeated(
+    sampled: Int[Tensor, " b"],
+    kept: Bool[Tensor, "b W"],
+    names: Int[Tensor, "b W"] | None,
+    places: IntArray | None,
 ) -> None:
+    """Refuse a sampled id that several kept columns have: its log-prob would be one column's."""
+    if names is None:
+        return
+    repeated = (kept & (names == sampled[:, None])).sum(dim=-1) > 1
+    if bool(repeated.any()):
+        row = int(repeated.nonzero()[0])
+        raise ReplayError(
+            "support id repeated within its row",
+            expected="each id once",
+            got=f"the sampled id {int(sampled[row])} more than once",
+            consequence="its log-prob would be that of a part of its weight",
+            row=_place(row, places),
+        )
+
+
+def _refuse_outside(inside: Bool[Tensor, " b"], sampled: Int[Tensor, " b"]) -> None:
     if not bool(inside.all()):
         row = int((~inside).nonzero()[0])
         raise MissingTokenError(
@@ -792,5 +862,5 @@ def _refuse_outside(
             expected="a token that the sampler kept",
             got=f"token {int(sampled[row])}",
             consequence="the token would have log-prob -inf under the replayed policy",
-            row=_place(row, places),
+            row=row,
         )

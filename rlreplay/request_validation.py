@@ -9,6 +9,7 @@ in the tables here: it may do any of these.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeGuard, get_args
@@ -17,7 +18,7 @@ import numpy as np
 
 from rlreplay.capture import DEFAULT_MAX_SUPPORT, SamplingParams
 from rlreplay.errors import ReplayError
-from rlreplay.sampling_mask import check_count, is_integer, shown
+from rlreplay.sampling_mask import check_count, integer_array, is_integer, shown
 
 Engine = Literal["sglang", "vllm"]
 OnMaskedIds = Literal["raise", "allow"]
@@ -26,6 +27,7 @@ _SGLANG_GREEDY_BELOW = 1e-6  # SGLang takes such a temperature for top_k = 1
 _SGLANG_ALL = 1 << 30  # what SGLang's own objects hold for top_k = -1
 _VLLM_LEAST_TEMPERATURE = 1e-2  # vLLM raises a lower one to it, all but 0
 _VLLM_PAIRED_LOGPROBS = 2048  # the most ids whose log-probs vLLM returns beside the mask
+_SHOWN_NAMES = 5
 # SGLang captures supports for these alone: they commit exact draws, one support a token.
 _EXACT_SPECULATION = ("DFLASH", "DSPARK")
 
@@ -95,7 +97,13 @@ _SGLANG = _Dialect(
     ),
     request=_rules(_LOGITS, custom_logit_processor=None)
     | _rules(_NO_DRAW, max_thinking_tokens=None)
-    | _rules(_PROMPT, input_embeds=None, positional_embed_overrides=None)
+    | _rules(
+        _PROMPT,
+        input_embeds=None,
+        positional_embed_overrides=None,
+        session_id=None,
+        session_params=None,
+    )
     | _rules(
         _SPLIT_SERVER,
         bootstrap_host=None,
@@ -106,8 +114,8 @@ _SGLANG = _Dialect(
         disagg_prefill_dp_rank=None,
     ),
     request_harmless=_names(
-        "return_sampling_mask sampling_logprobs_mode rid session_id session_params text input_ids "
-        "image_data video_data audio_data modalities mm_hashes mm_content_hashes "
+        "return_sampling_mask sampling_logprobs_mode rid text input_ids image_data video_data "
+        "audio_data modalities mm_hashes mm_content_hashes "
         "use_audio_in_video video_config images_config max_dynamic_patch min_dynamic_patch "
         "image_max_dynamic_patch video_max_dynamic_patch return_logprob logprob_start_len "
         "top_logprobs_num token_ids_logprob return_text_in_logprobs return_flat_raw_top_logprobs "
@@ -255,6 +263,7 @@ def _validate_sglang(
         if mode is not None:
             why = "SGLang knows no other log-probs of a support"
             _choice("sampling_logprobs_mode", mode, ("selected", "support"), why)
+        _check_one_prompt(request)
     backend = options.get("sampling_backend")
     if backend is not None:
         why = "SGLang may return no supports from another sampler (from ascend it does not)"
@@ -364,12 +373,21 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
 def _refuse_unknown(fields: dict[str, Any], known: frozenset[str], where: str) -> None:
     unknown = [name for name in fields if not isinstance(name, str) or name not in known]
     if unknown:
+        told = unknown[:_SHOWN_NAMES]
         raise ReplayError(
             f"unknown parameter in {where}",
-            expected=f"parameters among {', '.join(sorted(known))}",
-            got=", ".join(map(shown, unknown[:5])),
+            expected="parameters of the engine whose effect on replay is known"
+            + _close(told, known),
+            got=", ".join(map(shown, told)),
             consequence="it may change what the tokens are drawn from, and nobody would know",
         )
+
+
+def _close(names: list[Any], known: frozenset[str]) -> str:
+    """The known names that these may have been meant for, as the end of a sentence."""
+    texts = [name for name in names if isinstance(name, str)]
+    close = {near for name in texts for near in difflib.get_close_matches(name, known)}
+    return f" (such as {', '.join(sorted(close))})" if close else ""
 
 
 def _check_neutral(fields: dict[str, Any], rules: dict[str, _Rule], otherwise: str = "") -> None:
@@ -395,6 +413,14 @@ def _check_exactly(name: str, value: Any, needed: bool | str) -> None:
     if not (type(value) is type(needed) and value == needed):
         why = "no supports would be returned, or log-probs of another distribution"
         _refuse(name, f"{name}={needed!r}", value, why)
+
+
+def _check_one_prompt(request: dict[str, Any]) -> None:
+    text, ids = request.get("text"), request.get("input_ids")
+    if text is not None and not isinstance(text, str):
+        _refuse("text", "one prompt, as a string", text, "a batch comes back as several responses")
+    if ids is not None:
+        integer_array(ids, "input_ids")
 
 
 def _check_stated(

@@ -71,7 +71,9 @@ class Rollout:
         response_ids: int `[n]`.
         sampling_mask: `n` rows. The sampled token of every restricted row is in its support.
         rollout_log_probs: float `[n]`, the engine's log-prob of each response token, normalised
-            over its support (over the vocabulary where the row is unrestricted).
+            over its support (over the vocabulary where the row is unrestricted). 0 for a token
+            that no sampler drew (see `merge_turns`): there the loss mask is false, and nothing is
+            to be measured against it.
         support_log_probs: float `[N]`, the engine's log-prob of every support id, normalised over
             the support, in the order of `sampling_mask.ids`. Needs `rollout_log_probs`.
         loss_mask: bool or 0/1 `[n]`, true where the token takes part in the loss; all true if None.
@@ -168,7 +170,9 @@ class Rollout:
         Args:
             turns: at least one, in order.
             tool_tokens: the support of what no sampler drew: `"forced"` for singleton rows,
-                `"unrestricted"` for rows scored over the full vocabulary.
+                `"unrestricted"` for rows scored over the full vocabulary. The trainer's log-prob
+                of an unrestricted one is not 0, so that its difference to the rollout log-prob
+                says nothing: leave out of every ratio and metric what the loss mask leaves out.
 
         Returns:
             A rollout with the first turn's prompt and the last turn's finish reason. Neighbouring
@@ -177,7 +181,7 @@ class Rollout:
         Raises:
             ReplayError: a turn that does not start with what came before, with the first position
                 that differs; an optional field that some of the turns with a response have and
-                others lack.
+                others lack. Where no turn has a response, one turn that has the field is enough.
         """
         if not (isinstance(tool_tokens, str) and tool_tokens in ("forced", "unrestricted")):
             raise ReplayError(
@@ -267,9 +271,12 @@ class Rollout:
             decode: token ids to text, such as a tokenizer's `decode`.
 
         Raises:
-            ReplayError: a stop string that is empty or no text; `decode` returning no text.
+            ReplayError: a stop string that is empty or no text; `decode` that cannot be called, or
+                returns no text.
         """
         strings = _stop_strings(stop)
+        if not callable(decode):
+            raise _no_stop("a decode that can be called", shown(decode))
         ids = self.response_ids.tolist()
 
         def stops(count: int) -> bool:
@@ -358,7 +365,7 @@ def _joined(turns: list[Rollout], between: list[IntArray], *, forced: bool) -> R
     sampled = [turn for turn in turns if len(turn)] or turns
 
     def joined(name: str) -> Any:
-        if not _all_or_none(sampled, name):
+        if not _agreed(name, sampled, [getattr(turn, name) is not None for turn in sampled]):
             return None
         values = [getattr(piece, name) for piece in pieces]
         # what lacks it now is a turn without a response
@@ -393,38 +400,30 @@ def _gap(tokens: IntArray, forced: bool) -> _Gap:
     return _Gap(tokens, mask, zeros, zeros[: mask.ids.size], np.zeros(n, np.bool_))
 
 
-def _all_or_none(turns: list[Rollout], name: str) -> bool:
-    """Do the turns have this optional field? All must agree."""
-    has = [getattr(turn, name) is not None for turn in turns]
-    if len(set(has)) > 1:
-        raise _field_missing(name, has)
-    return has[0]
-
-
-def _field_missing(name: str, has: list[bool]) -> ReplayError:
-    return ReplayError(
-        f"some turns have {name} and others lack them",
-        expected="all of the turns that have a response, or none",
-        got=f"{sum(has)} of {len(has)}",
-        consequence="values would be dropped or made up",
-    )
+def _agreed(name: str, turns: list[Rollout], has: list[bool]) -> bool:
+    """Is there this optional field? Turns with a response must agree; of empty ones any will do."""
+    if any(has) and not all(has) and any(map(len, turns)):
+        raise ReplayError(
+            f"some turns have {name} and others lack them",
+            expected="all of the turns that have a response, or none",
+            got=f"{sum(has)} of {len(has)}",
+            consequence="values would be dropped or made up",
+        )
+    return any(has)
 
 
 def _joined_spans(
     turns: list[Rollout], prompt_length: int, last: Rollout
 ) -> list[tuple[str, int, int]]:
     """The spans of the turns, each stretched back to the end of the one before."""
-    has = [bool(turn.weight_versions) for turn in turns]
-    if len(set(has)) > 1:
-        raise _field_missing("weight_versions", has)
+    if not _agreed("weight_versions", turns, [bool(turn.weight_versions) for turn in turns]):
+        return []
     n = last.total_length - prompt_length
     ends = [
         (span.version, turn.prompt_ids.size - prompt_length + span.end)
         for turn in turns
         for span in turn.weight_versions
     ]
-    if not ends:
-        return []
     spans: list[tuple[str, int, int]] = []
     for version, end in ends:
         start = spans[-1][2] if spans else 0

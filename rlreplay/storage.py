@@ -12,17 +12,20 @@ One row a rollout, in groups (Arrow record batches, Parquet row groups), and one
 | `loss_mask` | list of bool |
 | `weight_versions` | list of (version, start, end) |
 | `finish_reason` | string, or null |
-| `crc32` | a uint32 for each field of `Rollout`, over its content and its place in the file |
+| `crc32` | a uint32 for each field of `Rollout`, over its place in the file and its content |
 
-The schema's metadata hold `rlreplay.schema_version` and `rlreplay.rollouts_per_group`. Lists have
+Checksums are over the arrays of `Rollout` in little-endian order, whatever the machine. The
+schema's metadata hold `rlreplay.schema_version` and `rlreplay.rollouts_per_group`. Lists have
 64-bit offsets. A file is written under another name and moved into place once it is whole, so that
 readers of a file that is being replaced keep the old one.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import stat
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,7 +148,17 @@ def mask_to_arrow(mask: RolloutSamplingMask) -> Any:
     """The mask as a `pyarrow.LargeListArray` of int32 over the same buffers.
 
     Row t is a list of ids, null where it is unrestricted.
+
+    Raises:
+        ReplayError: `mask` is no `RolloutSamplingMask`.
     """
+    if not isinstance(mask, RolloutSamplingMask):
+        raise ReplayError(
+            "not a sampling mask",
+            expected="a RolloutSamplingMask",
+            got=shown(mask),
+            consequence=_LOST,
+        )
     return _rows_array(mask.ids, mask.offsets, mask.unrestricted)
 
 
@@ -244,7 +257,8 @@ def write_rollouts(
     """Write a file of rollouts, as Arrow or Parquet by its ending, and return their number.
 
     No more than two groups of rollouts are held at a time. What was at `path` stays until the new
-    file is whole.
+    file is whole. On return the file and its name are on disk, as far as the file system can sync
+    a directory.
 
     Args:
         path: ends in `.arrow` or `.parquet`.
@@ -256,9 +270,10 @@ def write_rollouts(
 
     Raises:
         ReplayError: an ending or option that is not one of these; something in `rollouts` that is
-            no `Rollout`, or whose text is no valid Unicode.
+            no `Rollout`, or whose text is no valid Unicode; a path that no file can have.
+        OSError: the file cannot be written, or not be put in place.
     """
-    kind = _kind_of(path)
+    target = _checked_path(path)
     per_group = check_count(rollouts_per_group, "rollouts_per_group")
     if not 1 <= per_group <= _MOST_IN_GROUP:
         raise _bad_option("rollouts_per_group", f"1 to {_MOST_IN_GROUP}", per_group)
@@ -274,21 +289,35 @@ def write_rollouts(
     metadata = {_VERSION_KEY: str(SCHEMA_VERSION), _GROUP_KEY: str(per_group)}
     schema = _schema(coded).with_metadata(metadata)
 
-    target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
             count = 0
-            with _WRITERS[kind](file, schema, compression) as writer:
+            with _WRITERS[target.suffix](file, schema, compression) as writer:
                 for group, is_last in _groups(rollouts, per_group):
                     writer.write_batch(_batch(group, count, is_last, schema))
                     count += len(group)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
+        _sync_directory(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
     return count
+
+
+def _sync_directory(path: Path) -> None:
+    """Put a rename on disk; nothing where a directory cannot be opened, or not be synced."""
+    if os.name != "posix":
+        return
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system without it
+            raise
+    finally:
+        os.close(directory)
 
 
 def _arrow_writer(file: IO[bytes], schema: Any, compression: str | None) -> Any:
@@ -399,7 +428,7 @@ def _crc_column(group: list[Rollout], places: list[int], last: list[bool]) -> An
 
 
 def _crc32(name: str, value: Any, index: int, is_last: bool) -> int:
-    """CRC-32 of one field of one rollout, as it is in memory, and of its place in the file."""
+    """CRC-32 of the place of one rollout in the file, and of one field's content."""
     head = f"{name} {index} {is_last} {value is None}"
     crc = zlib.crc32(head.encode())
     for part in () if value is None else _content(value):
@@ -408,11 +437,11 @@ def _crc32(name: str, value: Any, index: int, is_last: bool) -> int:
 
 
 def _content(value: Any) -> list[Any]:
-    """The buffers of a field that is not None."""
+    """The buffers of a field that is not None; numbers in little-endian, whatever the machine."""
     if isinstance(value, RolloutSamplingMask):
-        return [value.offsets, value.ids]
+        return [*_content(value.offsets), *_content(value.ids)]
     if isinstance(value, np.ndarray):
-        return [value]
+        return [value.astype(value.dtype.newbyteorder("<"), copy=False)]
     if isinstance(value, str):
         return [str.encode(value)]
     return [f"{span.start} {span.end} ".encode() + str.encode(span.version) for span in value]
@@ -676,12 +705,15 @@ def _check_nulls(column: Any, field: Any, file: str) -> None:
 
 def _open(path: PathLike, memory_map: bool) -> _Source:
     check_flag(memory_map, "memory_map")
-    kind, name = _kind_of(path), Path(path).name
-    with Path(path).open("rb"):  # a file that is not there is no damaged file
+    path = _checked_path(path)
+    name = os.fsencode(path.name).decode(errors="replace")
+    _check_regular(path, name)
+    with path.open("rb"):  # a file that cannot be opened is no damaged file
         pass
     with _arrow_errors(name):
-        file = (pa.memory_map if memory_map else pa.OSFile)(os.fspath(path))
-        schema, counts, read_group = _READERS[kind](file)
+        # As bytes: a name need not be UTF-8, which pyarrow would encode it to.
+        file = (pa.memory_map if memory_map else pa.OSFile)(os.fsencode(path))
+        schema, counts, read_group = _READERS[path.suffix](file)
         info = _info(name, schema, *counts)
     source = _Source(info, name, schema, read_group)
     if info.num_rollouts:
@@ -757,13 +789,30 @@ def _first_difference(schema: Any, delta: bool) -> str:
     return "fewer columns" if theirs is None else f"{theirs.name}: {theirs.type}"
 
 
-def _kind_of(path: PathLike) -> str:
-    if not isinstance(path, str | os.PathLike):
-        raise _bad_option("path", "a path", path)
-    kind = Path(path).suffix
-    if kind not in _WRITERS:
-        raise _bad_option("path", "a file name that ends in .arrow or .parquet", Path(path).name)
-    return kind
+def _checked_path(path: Any) -> Path:
+    """The path, which a file can have and which ends in one of the known endings."""
+    text = path.__fspath__() if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise _bad_option("path", "a path as text", path)
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:  # a lone surrogate
+        raise _bad_option("path", "a path that can be encoded", ascii(text)) from None
+    if b"\0" in encoded:
+        raise _bad_option("path", "a path without NUL", ascii(text))
+    checked = Path(text)
+    if checked.suffix not in _WRITERS:
+        raise _bad_option(
+            "path", "a file name that ends in .arrow or .parquet", ascii(checked.name)
+        )
+    return checked
+
+
+def _check_regular(path: Path, name: str) -> None:
+    """Refuse a pipe or device, for files are opened more than once; opening tells of the rest."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise _bad_option("path", "a regular file", f"{name}, a {stat.filemode(mode)[0]!r}")
 
 
 # Errors

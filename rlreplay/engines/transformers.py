@@ -12,6 +12,7 @@ are never read. Neither can a `logits_processor` that is passed to `generate` ca
 it runs before temperature, top-k, top-p and min-p, and does not see what they cut off.
 
 A row that ends before the others goes on as padding, and has scores that no token was drawn from.
+Encoder-decoder models are refused: `sequences` lacks the prompt that their encoder has read.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from rlreplay.capture import support_from_logits
+from rlreplay.capture import (
+    CaptureStatus,
+    SupportCapture,
+    capture_from_logits,
+    support_from_logits,
+)
 from rlreplay.engines._common import (
     WRONG_LAYOUT,
     LoadOptions,
@@ -52,7 +57,7 @@ from rlreplay.sampling_mask import (
     shown,
 )
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OF_ENCODERS = ("encoder_attentions", "encoder_hidden_states")  # encoder-decoder outputs have them
 _ANOTHER_PROMPT = "the response would be scored after another prompt"
 _NOT_SAMPLED = "tokens that nobody sampled would be scored, or sampled ones left out"
 
@@ -90,15 +95,16 @@ def from_generate(
             0: greedy search draws nothing, and its scores are those before the choice.
         vocab_size: where given, every id must be below it.
 
-    `finish_reason` is "stop" where a row ended with `eos_token_id` or before the last step, else
-    "length".
+    `finish_reason` is "stop" where a row ended with `eos_token_id`, or before the last step with
+    nothing but padding after it; "length" where it has all steps; None where `response_lengths`
+    cuts it before other tokens, which leaves no trace of why.
 
     Raises:
         MissingTokenError: a sampled token has a score of -inf.
-        ReplayError: the output of a beam search; no scores, whether or not there are `logits`;
-            anything but padding after the end of a row, or padding where no end can be told;
-            prompts that are not in `sequences`; a greedy token without the highest score; a score
-            that is NaN or +inf; scores of another shape.
+        ReplayError: the output of a beam search or of an encoder-decoder model; no scores, whether
+            or not there are `logits`; anything but padding after the end of a row, or padding where
+            no end can be told; prompts that are not in `sequences`; a greedy token without the
+            highest score; a score that is NaN or +inf; scores of another shape.
     """
     options = LoadOptions(vocab_size, "raise")
     check_flag(do_sample, "do_sample")
@@ -109,21 +115,23 @@ def from_generate(
     eos = _eos_ids(eos_token_id)
     lengths = _lengths(generated, eos, pad_token_id, response_lengths)
     active = np.arange(len(scores))[:, None] < lengths
-    steps = _read_steps(scores, generated.T, active, do_sample, vocab_size)
+    steps = _read_steps(scores, generated.T, active, do_sample)
+    reasons = _finish_reasons(generated, lengths, eos, pad_token_id)
     offsets = offsets_of(lengths).tolist()
     rollouts = []
     for index, prompt in enumerate(prompts):
         rows = slice(offsets[index], offsets[index + 1])
-        response = generated[index, : lengths[index]]
-        ended = lengths[index] < len(scores) or bool(np.isin(response[-1:], eos).any())
+        mask = steps.mask[rows]
         with in_sample(index):
+            if vocab_size is not None:
+                check_ids_below(mask, vocab_size)
             rollout = assemble(
                 options,
                 prompt_ids=prompt,
-                response_ids=response,
-                mask=steps.mask[rows],
+                response_ids=generated[index, : lengths[index]],
+                mask=mask,
                 rollout_log_probs=steps.log_probs[rows],
-                finish_reason="stop" if ended else "length",
+                finish_reason=reasons[index],
             )
         rollouts.append(rollout)
     return rollouts
@@ -145,6 +153,14 @@ def _fields(output: Any) -> tuple[IntArray, list[Tensor]]:
                 expected="sampling, or greedy search, without beams",
                 got=name,
                 consequence="its tokens were ranked across beams, not drawn from their scores",
+            )
+    for name in _OF_ENCODERS:  # transformers leaves out of its mapping what is None
+        if hasattr(output, name) or (isinstance(output, dict) and name in output):
+            raise ReplayError(
+                "the output of an encoder-decoder model",
+                expected="a decoder alone, whose prompts are in sequences",
+                got=name,
+                consequence="the response would be scored without what the encoder has read",
             )
     scores = get("scores")
     if scores is None:
@@ -170,7 +186,7 @@ def _fields(output: Any) -> tuple[IntArray, list[Tensor]]:
 def _check_scores(values: Any, step: int, rows: int, width: int | None) -> int:
     """The number of columns of one step's scores, which must be `width` where that is given."""
     plain = type(values) is torch.Tensor and values.layout is torch.strided
-    if not plain or values.dtype not in _FLOATS or values.is_meta or values.is_nested:
+    if not plain or not values.is_floating_point() or values.is_meta or values.is_nested:
         wrong_type(f"the scores of step {step}", "a floating-point tensor [B, V]", values)
     shape = tuple(values.shape)
     if len(shape) != 2 or shape[0] != rows or shape[1] == 0 or width not in (None, shape[1]):
@@ -315,6 +331,20 @@ def _lengths(generated: IntArray, eos: IntArray, pad: Any, told: Any) -> IntArra
     return lengths
 
 
+def _finish_reasons(
+    generated: IntArray, lengths: IntArray, eos: IntArray, pad: Any
+) -> list[str | None]:
+    """Why each row ends where it does, None where nothing tells."""
+    steps = generated.shape[1]
+    column = np.arange(steps)
+    by_eos = (np.isin(generated, eos) & (column == lengths[:, None] - 1)).any(axis=1)
+    padded = np.zeros(lengths.size, np.bool_)
+    if pad is not None:
+        padded = (lengths < steps) & ((generated == pad) | (column < lengths[:, None])).all(axis=1)
+    reasons = np.where(by_eos | padded, "stop", np.where(lengths == steps, "length", ""))
+    return [reason or None for reason in reasons.tolist()]
+
+
 def _bad_length(
     expected: str, got: str, sample: int | None = None, row: int | None = None
 ) -> ReplayError:
@@ -339,9 +369,7 @@ class _Steps:
     log_probs: FloatArray
 
 
-def _read_steps(
-    scores: Sequence[Tensor], tokens: IntArray, active: Any, do_sample: bool, vocab: int | None
-) -> _Steps:
+def _read_steps(scores: Sequence[Tensor], tokens: IntArray, active: Any, do_sample: bool) -> _Steps:
     """Supports and log-probs where `active` (bool `[n, B]`) says that a token was sampled."""
     masks, log_probs = [], [np.zeros(0, np.float32)]
     for step, (values, chosen) in enumerate(zip(scores, active, strict=True)):
@@ -349,48 +377,47 @@ def _read_steps(
         if not samples.size:
             break  # rows never start again
         try:
-            part = values if samples.size == chosen.size else values[torch.from_numpy(samples)]
-            mask, own = _read_step(part.detach(), tokens[step, samples], do_sample)
-            if vocab is not None:
-                check_ids_below(mask, vocab)
+            captured = _read_step(values.detach(), tokens[step], samples, do_sample)
         except ReplayError as error:
-            blamed = None if error.row is None else int(samples[error.row])
-            raise error.located(sample=blamed, row=step) from None
-        masks.append(mask)
-        log_probs.append(own)
+            raise error.located(sample=error.row, row=step) from None
+        masks.append(captured.mask)
+        log_probs.append(captured.log_probs)
     mask = RolloutSamplingMask.concat(masks)
     order = np.argsort(np.nonzero(active)[1], kind="stable")  # from steps to samples
     return _Steps(_reordered(mask, order), np.concatenate(log_probs)[order])
 
 
 def _read_step(
-    scores: Float[Tensor, "b V"], tokens: IntArray, do_sample: bool
-) -> tuple[RolloutSamplingMask, FloatArray]:
-    """Support and log-prob of each token, from what it was drawn from."""
-    mask = support_from_logits(scores)
-    mask.check_sampled(tokens)
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    index = torch.from_numpy(tokens).to(scores.device)
-    sampled = wide.gather(1, index[:, None])[:, 0]
+    scores: Tensor, tokens: IntArray, samples: IntArray, do_sample: bool
+) -> SupportCapture:
+    """One step of some of the rows; `scores` are `[B, V]`, `tokens` `[B]`."""
+    sampled = torch.tensor(tokens, device=scores.device)
+    greedy = None if do_sample else torch.ones_like(sampled, dtype=torch.bool)
+    captured = capture_from_logits(
+        scores, sampled, samples, greedy=greedy, max_support=scores.shape[1]
+    )
+    invalid = captured.statuses == CaptureStatus.INVALID
+    if invalid.any():
+        support_from_logits(scores, captured.rows[invalid])  # says which score is none
+    captured.check()
     if not do_sample:
-        _check_best(sampled, wide)
-        return RolloutSamplingMask.forced(tokens), np.zeros(tokens.size, np.float32)
-    log_probs = sampled - torch.logsumexp(wide, dim=-1)
-    own: FloatArray = log_probs.float().cpu().numpy()
-    return mask, own
+        _check_best(scores, sampled, samples)
+    return captured
 
 
-def _check_best(sampled: Float[Tensor, " b"], scores: Float[Tensor, "b V"]) -> None:
-    best = scores.amax(dim=-1)
-    beaten = (sampled < best).cpu().numpy()
+def _check_best(scores: Tensor, sampled: Tensor, samples: IntArray) -> None:
+    rows = torch.tensor(samples, device=scores.device)
+    best = scores.amax(dim=-1)[rows]
+    own = scores[rows, sampled[rows]]
+    beaten = (own < best).cpu().numpy()
     if beaten.any():
         row = int(np.argmax(beaten))
         raise ReplayError(
             "a greedy token without the highest score",
             expected=f"a score of {float(best[row])} with do_sample=False",
-            got=f"{float(sampled[row])}",
+            got=f"{float(own[row])}",
             consequence="a sampled token would be replayed as one that was certain",
-            row=row,
+            row=int(samples[row]),
         )
 
 

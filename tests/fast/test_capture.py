@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -417,40 +418,37 @@ def test_filters_follow_the_definition(
 # The samplers of others, in their own manner: over ascending logits, with -inf for what is cut
 
 
-def _softmax(logits: np.ndarray) -> np.ndarray:
-    shares: np.ndarray = np.exp(logits - logits.max())
-    return shares / shares.sum()
-
-
-def _cut_top_k(logits: np.ndarray, k: int) -> np.ndarray:
+def _cut_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Whatever is below the k-th highest goes, so that ties with it stay."""
-    least = np.sort(logits)[-min(k, logits.size)]
-    return np.where(logits < least, -np.inf, logits)
+    least = logits.sort().values[-min(k, len(logits))]
+    return logits.masked_fill(logits < least, -math.inf)
 
 
-def _cut_top_p(logits: np.ndarray, p: float) -> np.ndarray:
-    """The lowest go while they hold at most 1 - p together; ties go from the highest id down."""
-    ascending = np.lexsort((-np.arange(logits.size), logits))
-    held = np.cumsum(_softmax(logits)[ascending])
-    gone = ascending[:-1][held[:-1] <= 1 - p]
-    cut = logits.copy()
-    cut[gone] = -np.inf
-    return cut
+def _cut_top_p(logits: torch.Tensor, p: float, *, stable: bool = False) -> torch.Tensor:
+    """The lowest go while they hold at most 1 - p together, in the order of the sort."""
+    ascending, ids = torch.sort(logits, descending=False, stable=stable)
+    gone = ascending.softmax(0).cumsum(0) <= 1 - p
+    gone[-1] = False
+    return logits.masked_fill(gone.new_zeros(gone.shape).scatter(0, ids, gone), -math.inf)
 
 
-def _cut_min_p(logits: np.ndarray, min_p: float) -> np.ndarray:
-    shares = _softmax(logits)
-    return np.where(shares < min_p * shares.max(), -np.inf, logits)
+def _cut_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+    shares = logits.softmax(0)
+    return logits.masked_fill(shares < min_p * shares.max(), -math.inf)
 
 
-def _vllm(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+def _vllm(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     logits = _cut_min_p(logits / params.temperature, params.min_p)
-    return _cut_top_p(_cut_top_k(logits, params.top_k or logits.size), params.top_p)
+    return _cut_top_p(_cut_top_k(logits, params.top_k or len(logits)), params.top_p)
 
 
-def _transformers(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    logits = _cut_top_k(logits / params.temperature, params.top_k or logits.size)
+def _transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    logits = _cut_top_k(logits / params.temperature, params.top_k or len(logits))
     return _cut_min_p(_cut_top_p(logits, params.top_p), params.min_p)
+
+
+def _finite(logits: torch.Tensor) -> list[int]:
+    return logits.isfinite().nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -458,7 +456,10 @@ def _transformers(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 )
 @settings(max_examples=200, deadline=None)
 @given(
-    steps=st.lists(st.integers(0, 6), min_size=2, max_size=12),
+    steps=st.one_of(
+        st.lists(st.integers(0, 6), min_size=2, max_size=12),  # many ties
+        st.lists(st.integers(0, 20), min_size=2, max_size=12, unique=True),
+    ),
     temperature=st.sampled_from([0.5, 1.0, 1.5]),
     top_k=st.one_of(st.none(), st.integers(2, 12)),
     # Off every share k/m that m <= 12 equal ids have: rounding would decide there. The shares of
@@ -466,8 +467,8 @@ def _transformers(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     top_p=st.integers(1, 97).map(lambda hundredths: hundredths / 100 + 1 / 3171),
     min_p=st.sampled_from([0.0, 0.013, 0.11, 0.47]),
 )
-def test_vllm_and_transformers_are_expressible(
-    theirs: object,
+def test_vllm_and_transformers_are_expressible_up_to_ties(
+    theirs: Callable[[torch.Tensor, SamplingParams], torch.Tensor],
     order: FilterOrder,
     steps: list[int],
     temperature: float,
@@ -475,24 +476,33 @@ def test_vllm_and_transformers_are_expressible(
     top_p: float,
     min_p: float,
 ) -> None:
-    logits = np.array(steps, dtype=np.float64) / 3  # many ties
+    logits = torch.tensor(steps, dtype=torch.float64) / 3
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    expected = np.flatnonzero(np.isfinite(theirs(logits, params)))  # type: ignore[operator]
-    drawn = sample(torch.from_numpy(logits)[None], params, cutoff="mixed", order=order)
-    assert drawn.mask.to_mask_list() == [expected.tolist()]
-    theirs_masked = np.where(
-        np.isin(np.arange(len(steps)), expected), logits / temperature, -np.inf
-    )
-    exact = np.log(_softmax(theirs_masked)[int(drawn.token_ids[0])])
+    expected = _finite(theirs(logits, params))
+    drawn = sample(logits[None], params, cutoff="mixed", order=order)
+    (ours,) = drawn.mask.to_mask_list()
+    assert sorted(steps[i] for i in ours) == sorted(steps[i] for i in expected)
+    if len(set(steps)) == len(steps):
+        assert ours == expected
+    scaled = logits / temperature
+    exact = float(scaled[drawn.token_ids[0]] - scaled[expected].logsumexp(0))
     off = abs(float(drawn.log_probs[0]) - exact)
     assert off <= np.spacing(np.float32(abs(exact)))  # rounded once, from float64
 
 
+def test_which_of_the_ties_survive_top_p_is_up_to_the_sort() -> None:
+    """Above the cut are 0.4 and one of the 0.2's: 0.4 < 0.55 <= 0.4 + 0.2."""
+    logits = torch.tensor(TIED, dtype=torch.float64).log()
+    assert kept(TIED, SamplingParams(top_p=0.55), "mixed") == [0, 1]
+    assert _finite(_cut_top_p(logits, 0.55, stable=True)) == [0, 2]
+    assert _finite(_cut_top_p(logits, 0.55)) in ([0, 1], [0, 2])
+
+
 def test_vllm_and_transformers_differ_where_min_p_and_top_p_meet() -> None:
     params = SamplingParams(top_p=0.7, min_p=0.5)
-    logits = np.log(TIED)
-    assert np.flatnonzero(np.isfinite(_vllm(logits, params))).tolist() == [0, 1]
-    assert np.flatnonzero(np.isfinite(_transformers(logits, params))).tolist() == [0, 1, 2]
+    logits = torch.tensor(TIED, dtype=torch.float64).log()
+    assert len(_finite(_vllm(logits, params))) == 2
+    assert _finite(_transformers(logits, params)) == [0, 1, 2]
 
 
 @settings(max_examples=50, deadline=None)
@@ -709,6 +719,34 @@ def test_a_share_below_float32_has_a_log_prob() -> None:
     assert selected_log_probs(weights, torch.tensor([0])).tolist() == [pytest.approx(exact)]
 
 
+def test_a_share_below_float64_has_a_log_prob() -> None:
+    weights = torch.tensor([[1e300, 5e-324]], dtype=torch.float64)
+    exact = pytest.approx(math.log(5e-324) - math.log(1e300))
+    assert selected_log_probs(weights, torch.tensor([1])).tolist() == [exact]
+    assert capture_from_weights(weights, torch.tensor([1])).log_probs.tolist() == [exact]
+
+
+@pytest.mark.parametrize("greedy", [None, torch.tensor([False, True])])
+@pytest.mark.parametrize("cap", [1, 4096])
+def test_a_sampled_id_that_several_columns_have_is_refused(
+    greedy: torch.Tensor | None, cap: int
+) -> None:
+    weights, sampled = torch.ones(2, 3), torch.tensor([4, 4])
+    token_ids = torch.tensor([[4, 5, 6], [4, 4, 5]])
+    match = "row 1: support id repeated .* got the sampled id 4 more than once"
+    with pytest.raises(ReplayError, match=match):
+        selected_log_probs(weights, sampled, token_ids=token_ids)
+    for rows in (None, [1]):
+        with pytest.raises(ReplayError, match=match):
+            capture_from_weights(weights, sampled, token_ids, rows, greedy=greedy, max_support=cap)
+    weights[1, 1] = 0  # a column without weight may have any id
+    expected = pytest.approx([math.log(1 / 3), math.log(1 / 2)])
+    assert selected_log_probs(weights, sampled, token_ids=token_ids).tolist() == expected
+    weights[1, 1:] = math.inf  # a row that is no distribution ends no batch
+    captured = capture_from_weights(weights, sampled, token_ids)
+    assert captured.statuses.tolist() == [CaptureStatus.OK, CaptureStatus.INVALID]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5])
 def test_log_probs_over_weights_that_are_none_are_refused(bad: float) -> None:
     weights = torch.tensor([[0.5, 0.5], [0.5, bad]])
@@ -738,7 +776,7 @@ def test_sample_refuses_a_draw_outside_its_capture(monkeypatch: pytest.MonkeyPat
 
 BATCH = torch.tensor(
     [
-        [0.5, 0.25, 0.25, 0.0],  # OK
+        [0.5, 0.25, 0.25, 0.0],
         [0.25, 0.25, 0.25, 0.25],  # four ids
         [0.5, math.nan, 0.5, 0.0],
         [0.0, 0.0, 1.0, 0.0],
@@ -763,6 +801,7 @@ def capture_both(
 def test_statuses_by_hand() -> None:
     for captured in capture_both(BATCH, SAMPLED, max_support=3):
         assert captured.rows.tolist() == [0, 1, 2, 3, 4]
+        assert captured.sampled_ids.tolist() == SAMPLED.tolist()
         assert list(map(CaptureStatus, captured.statuses.tolist())) == [
             CaptureStatus.OK,
             CaptureStatus.OVERFLOW,
@@ -819,6 +858,7 @@ def test_greedy_rows_are_captured_as_singletons() -> None:
 def test_captures_of_opted_in_rows() -> None:
     for captured in capture_both(BATCH, SAMPLED, rows=[3, 1], max_support=4):
         assert captured.rows.tolist() == [3, 1]
+        assert captured.sampled_ids.tolist() == [2, 3]
         assert captured.mask.to_mask_list() == [[2], [0, 1, 2, 3]]
     for captured in capture_both(BATCH, SAMPLED, rows=[3, 2, 0]):
         with pytest.raises(ReplayError, match=r"row 2: 1 of 3 captured rows .*row 2 INVALID"):
@@ -828,15 +868,51 @@ def test_captures_of_opted_in_rows() -> None:
 
 
 @pytest.mark.parametrize("token", [3, 7, -1])
-def test_a_lost_selected_weight_is_an_error(token: int) -> None:
-    sampled = torch.tensor([1, 3, 0, token, 0])
-    greedy = torch.tensor([False, False, False, True, False])
-    for options in ({}, {"greedy": greedy}, {"rows": [0, 3]}, {"max_support": 1}):
-        with pytest.raises(MissingTokenError, match=rf"row 3: .*lost.* got token {token};"):
-            capture_both(BATCH, sampled, **options)
-    # a row that is no distribution has no support to be outside of
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_a_lost_selected_weight_refuses_its_request_and_no_other(
+    token: int, is_greedy: bool
+) -> None:
+    sampled = torch.tensor([token, 3, 0, 2, 0])
+    greedy = torch.tensor([is_greedy, False, False, False, False])
+    for captured in capture_both(BATCH, sampled, greedy=greedy, max_support=3):
+        assert list(map(CaptureStatus, captured.statuses.tolist())) == [
+            CaptureStatus.LOST_TOKEN,
+            CaptureStatus.OVERFLOW,
+            CaptureStatus.INVALID,
+            CaptureStatus.OK,
+            CaptureStatus.INVALID,
+        ]
+        assert captured.support_sizes.tolist() == [3, 4, 0, 1, 0]
+        assert np.isnan(captured.log_probs[0])
+        accepted = captured.accepted()
+        assert (accepted.rows.tolist(), accepted.sampled_ids.tolist()) == ([3], [2])
+        assert accepted.mask.to_mask_list() == [[2]]
+        accepted.check()
+
+
+def test_a_lost_selected_weight_is_never_repaired() -> None:
+    sampled = torch.tensor([1, 3, 0, 7, 0])
+    for captured in capture_both(BATCH, sampled, max_support=1):
+        # before the rows that are not OK for another reason, and before an overflow of its own
+        for refused in (captured.check, lambda c=captured: c.mask):
+            with pytest.raises(
+                MissingTokenError,
+                match=r"row 3: 5 of 5 captured rows .*got row 3 LOST_TOKEN "
+                r"\(token 7, not among 1 ids\), row 0 OVERFLOW",
+            ) as caught:
+                refused()
+            assert caught.value.row == 3
+    for captured in capture_both(BATCH, SAMPLED.flip(0), rows=[0], max_support=1):
+        assert captured.sampled_ids.tolist() == [0]
+        assert captured.statuses.tolist() == [CaptureStatus.OVERFLOW]
+    for captured in capture_both(BATCH, torch.full((5,), 3), rows=[0], max_support=1):
+        assert captured.statuses.tolist() == [CaptureStatus.LOST_TOKEN]
+
+
+def test_a_row_that_is_no_distribution_has_no_support_to_be_outside_of() -> None:
     lost = torch.tensor([1, 3, 3, 2, 9])
-    assert capture_from_weights(BATCH, lost).statuses.tolist() == [0, 0, 1, 0, 1]
+    for captured in capture_both(BATCH, lost):
+        assert captured.statuses.tolist() == [0, 0, 1, 0, 1]
 
 
 def test_a_finite_logit_far_below_is_in_the_support() -> None:
@@ -857,6 +933,24 @@ def test_weights_and_logits_that_are_none_make_the_row_invalid(bad: float) -> No
     weights = torch.tensor([[1e308, 1e308]], dtype=torch.float64)  # a sum beyond float64
     captured = capture_from_weights(weights, torch.tensor([0]))
     assert captured.statuses.tolist() == [CaptureStatus.INVALID]
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [torch.tensor([[3e38, -3e38]] * 4), torch.tensor([[0.0, -1e300]] * 4, dtype=torch.float64)],
+    ids=["float32", "float64"],
+)
+def test_a_log_prob_beyond_float32_makes_the_row_invalid(logits: torch.Tensor) -> None:
+    greedy = torch.tensor([False, False, True, False])
+    captured = capture_from_logits(logits, torch.tensor([1, 0, 1, 2]), greedy=greedy)
+    assert list(map(CaptureStatus, captured.statuses.tolist())) == [
+        CaptureStatus.INVALID,
+        CaptureStatus.OK,
+        CaptureStatus.OK,  # greedy: its token alone, with log-prob 0
+        CaptureStatus.LOST_TOKEN,
+    ]
+    assert captured.support_sizes.tolist() == [0, 2, 1, 2]
+    assert captured.accepted().log_probs.tolist() == [0.0, 0.0]
 
 
 @settings(max_examples=100, deadline=None)
@@ -927,6 +1021,8 @@ def test_arguments_of_captures_that_do_not_fit_are_refused() -> None:
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", 1e-9),
+        ("temperature", 1e39),
+        ("temperature", 10**39),
         ("temperature", True),
         ("temperature", None),
         ("temperature", "1"),
@@ -934,6 +1030,7 @@ def test_arguments_of_captures_that_do_not_fit_are_refused() -> None:
         ("top_k", -1),
         ("top_k", 2.0),
         ("top_k", True),
+        ("top_k", np.timedelta64(5)),
         pytest.param("temperature", 10**400, id="temperature-huge"),
         pytest.param("top_p", 10**6000, id="top_p-huge"),
         ("top_p", 0.0),
@@ -961,6 +1058,16 @@ def test_params_and_choices_that_do_not_fit_are_refused() -> None:
     for params in (None, 3, [None] * 3, "abc"):
         with pytest.raises(ReplayError, match="params do not match the batch"):
             sample(logits, params)  # type: ignore[arg-type]
+    for generator in (3, "cpu", torch.Generator):
+        with pytest.raises(ReplayError, match=r"a torch\.Generator of cpu, or None, got"):
+            sample(logits, SamplingParams(), generator=generator)  # type: ignore[arg-type]
+
+
+def test_the_largest_temperature() -> None:
+    largest = SamplingParams(temperature=torch.finfo(torch.float32).max)
+    drawn = sample(torch.tensor([[9.0, 0.0, -math.inf]]), largest)
+    assert drawn.mask.to_mask_list() == [[0, 1]]
+    assert drawn.log_probs.tolist() == [pytest.approx(-math.log(2))]
 
 
 @pytest.mark.parametrize("bad", [math.nan, -0.1, math.inf])

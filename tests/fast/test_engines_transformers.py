@@ -202,9 +202,9 @@ def test_greedy_rows_are_singletons():
 
 def test_rows_that_end_without_eos():
     """A stop string: padding follows, or whatever is sampled until the last row ends."""
-    for after in (5, 0):
+    for after, reason in ((5, "stop"), (0, None)):
         output = small(sequences=torch.tensor([[1, 2, 3, 0, 2], [1, 2, 2, 1, after]]))
-        shorter = {**EXPECTED[1], "response_ids": [2, 1]}
+        shorter = {**EXPECTED[1], "response_ids": [2, 1], "finish_reason": reason}
         eos = 4 if after == 5 else None
         check(load(output, response_lengths=[3, 2], eos_token_id=eos), [EXPECTED[0], shorter])
     output = small(sequences=torch.tensor([[1, 2, 3, 0, 2], [1, 2, 2, 1, 5]]))
@@ -212,6 +212,31 @@ def test_rows_that_end_without_eos():
         load(output)
     with refused("end of the response", sample=1, row=2):
         load(output, eos_token_id=None)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pad", "reasons"),
+    [
+        ([3, 2], 5, ["length", "stop"]),
+        ([3, 1], 5, ["length", None]),  # cut before its EOS
+        ([2, 2], 5, [None, "stop"]),
+        ([0, 0], 5, [None, None]),
+        ([3, 1], 4, ["length", "stop"]),  # padded with the EOS: one that was not sampled
+    ],
+)
+def test_a_cut_by_response_lengths_is_no_reason(lengths, pad, reasons):
+    output = small(sequences=torch.tensor([[1, 2, 3, 0, 2], [1, 2, 2, 4, pad]]))
+    rollouts = load(output, pad_token_id=pad, response_lengths=lengths)
+    assert [rollout.finish_reason for rollout in rollouts] == reasons
+
+
+@pytest.mark.parametrize("name", ["encoder_hidden_states", "encoder_attentions"])
+@pytest.mark.parametrize("value", [None, (torch.zeros(2, 3, 4),)], ids=["absent", "there"])
+def test_outputs_of_encoder_decoder_models(name, value):
+    output = small(**{name: value})
+    for each in (output, vars(output)):
+        with refused("encoder-decoder"):
+            load(each, prompt_ids=None, prompt_lengths=[1])
 
 
 @pytest.mark.parametrize(
@@ -233,6 +258,7 @@ def test_rows_that_end_without_eos():
         ({"scores": (torch.full((2, 6), math.nan),) * 3}, {}, 0, 0, "no number to sample by"),
         ({"scores": (torch.full((2, 6), math.inf),) * 3}, {}, 0, 0, "no number to sample by"),
         ({"scores": (torch.full((2, 6), -math.inf),) * 3}, {}, 0, 0, "empty support"),
+        ({"scores": (torch.zeros(2, 6).to(torch.float8_e5m2),) * 3}, {}, None, 0, "not a batch"),
         ({"sequences": None}, {}, None, None, "sequences are not"),
         ({"sequences": [[1, 2, 3, 0, 2]] * 2}, {}, None, None, "sequences are not"),
         ({"sequences": torch.zeros(2, 5)}, {}, None, None, "sequences are not"),
@@ -257,7 +283,7 @@ def test_rows_that_end_without_eos():
         ({}, {"pad_token_id": True}, None, None, "pad_token_id is not a count"),
         ({}, {"eos_token_id": True}, None, None, "eos_token_id must be integers"),
         ({}, {"eos_token_id": "4"}, None, None, "eos_token_id must be integers"),
-        ({}, {"eos_token_id": None, "pad_token_id": None}, 1, 2, "not in its support"),
+        ({}, {"eos_token_id": None, "pad_token_id": None}, 1, 2, "LOST_TOKEN"),
         ({}, {"eos_token_id": 0}, 0, 2, "end of the response"),
         ({}, {"response_lengths": [3]}, None, None, "end of the response"),
         ({}, {"response_lengths": [3, 3]}, 1, None, "end of the response"),
@@ -270,7 +296,7 @@ def test_rows_that_end_without_eos():
     ],
 )
 def test_refused(changes, options, sample, row, match):
-    kind = MissingTokenError if match == "not in its support" else ReplayError
+    kind = MissingTokenError if match == "LOST_TOKEN" else ReplayError
     with refused(match, sample=sample, row=row, kind=kind):
         load(small(**changes), **options)
 

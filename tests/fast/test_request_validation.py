@@ -307,6 +307,8 @@ def test_sampling_parameters_of_one_engine(engine: Engine, name: str, value: Any
         ("sglang", "custom_logit_processor", "{}", LOGITS),
         ("sglang", "max_thinking_tokens", 10, NO_DRAW),
         ("sglang", "input_embeds", [[0.1]], PROMPT),
+        ("sglang", "session_id", "s1", PROMPT),
+        ("sglang", "session_params", {"id": "s1", "rid": "r1"}, PROMPT),
         ("sglang", "positional_embed_overrides", [1], PROMPT),
         ("sglang", "bootstrap_host", "10.0.0.1", "first token"),
         ("sglang", "bootstrap_room", 5, "first token"),
@@ -459,12 +461,22 @@ def test_unknown_parameters_are_refused(engine: Engine, name: Any) -> None:
         BASE | {name: None},
         {"sampling_params": BASE | {name: 1}, "return_sampling_mask": True},
     ):
-        with pytest.raises(ReplayError, match=r"unknown parameter .* among .*temperature"):
+        with pytest.raises(ReplayError, match="unknown parameter in the sampling parameters"):
             validate_request(request, engine=engine)
     with pytest.raises(ReplayError, match="unknown parameter in the request around"):
         validate_request({"sampling_params": BASE, name: 1}, engine=engine)
     with pytest.raises(ReplayError, match="unknown parameter in the server options"):
         validate_request(BASE, engine=engine, server={name: None})
+
+
+@both
+def test_names_that_were_meant_are_told(engine: Engine) -> None:
+    for name, meant in (("top_K", "top_k"), ("temprature", "temperature")):
+        with pytest.raises(ReplayError, match=rf"\(such as .*{meant}.*\), got str {name};"):
+            validate_request(BASE | {name: 1}, engine=engine)
+    with pytest.raises(ReplayError) as caught:
+        validate_request(BASE | {"zzz": 1, 5: 1}, engine=engine)
+    assert caught.value.expected == "parameters of the engine whose effect on replay is known"
 
 
 def test_names_of_the_other_engine_are_unknown() -> None:
@@ -479,6 +491,18 @@ def test_parameters_do_not_hide_at_the_wrong_level() -> None:
         validate_request(request, engine="sglang")
     with pytest.raises(ReplayError, match="unknown parameter in the sampling parameters"):
         validate_request({"sampling_params": {"sampling_params": BASE}}, engine="vllm")
+
+
+def test_batches_of_prompts_are_refused() -> None:
+    request = {"sampling_params": BASE, "return_sampling_mask": True}
+    for one in ({"text": "a"}, {"text": None, "input_ids": [1]}, {"input_ids": np.array([1, 2])}):
+        assert validate_request(request | one, engine="sglang") == EXPECTED
+    for text in (["a"], ["a", "b"], [], ("a",), b"a", 5):
+        with pytest.raises(ReplayError, match="text cannot be replayed: expected one prompt"):
+            validate_request(request | {"text": text}, engine="sglang")
+    for ids in ([[1, 2]], [[1], [2]], ["1"], "12", np.ones((1, 2), np.int64), 5):
+        with pytest.raises(ReplayError, match="input_ids must be integers"):
+            validate_request(request | {"input_ids": ids}, engine="sglang")
 
 
 @both

@@ -597,6 +597,8 @@ def test_merge_turns_is_written_out():
     )
     free = Rollout.merge_turns([make(), second_turn()], tool_tokens="unrestricted")
     assert free.sampling_mask.to_mask_list()[3:5] == [None, None]
+    assert free.rollout_log_probs[3:5].tolist() == [0.0, 0.0]
+    assert free.loss_mask[3:5].tolist() == [False, False]
     assert free.support_log_probs.tolist() == pytest.approx(
         [LOG_HALF] * 2 + [0.0] + [LOG_THIRD] * 3 + [LOG_HALF] * 2
     )
@@ -618,6 +620,26 @@ def test_a_turn_without_response_may_lack_what_others_have():
     assert Rollout.merge_turns([make(), silent, last]).weight_versions == (("7", 0, 2), ("8", 2, 7))
     alone = Rollout.merge_turns([make().truncate(0), make().truncate(0)])
     assert alone.weight_versions == (("7", 0, 0),)
+
+
+def test_turns_that_are_all_empty_need_not_agree():
+    has = make().truncate(0)
+    no_values = {"rollout_log_probs": None, "support_log_probs": None, "weight_versions": ()}
+    lacks = dataclasses.replace(has, **no_values)
+    for turns in ([has, lacks], [lacks, has]):
+        for joined in (turns[0].resume(turns[1]), Rollout.merge_turns(turns)):
+            assert joined.weight_versions == has.weight_versions == (("7", 0, 0),)
+            assert joined.rollout_log_probs.size == joined.support_log_probs.size == 0
+    none = lacks.resume(lacks)
+    assert none.rollout_log_probs is none.support_log_probs is None
+    assert none.weight_versions == ()
+    for first, second in ([has, lacks], [lacks, has]):
+        merged = Rollout.merge_turns(
+            [first, dataclasses.replace(second, prompt_ids=[*first.tokens, 40, 41])]
+        )
+        assert merged.weight_versions == (("7", 0, 2),)
+        assert merged.rollout_log_probs.tolist() == merged.support_log_probs.tolist() == [0.0, 0.0]
+        assert not merged.loss_mask.any()
 
 
 def test_one_turn_is_itself():
@@ -745,6 +767,13 @@ def test_truncate_at_stop_takes_one_string():
 def test_stop_strings_are_text(stop):
     with refused("no stop string"):
         saying([1]).truncate_at_stop(stop, spelled(TEXTS)[0])
+
+
+@pytest.mark.parametrize("decode", [5, None, "ab"])
+@pytest.mark.parametrize("tokens", [[1], []])
+def test_decode_can_be_called(decode, tokens):
+    with refused("no stop string"):
+        saying(tokens).truncate_at_stop("a", decode)
 
 
 @pytest.mark.parametrize("text", [None, b"a", ["a"], 7])

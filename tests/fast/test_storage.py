@@ -1,11 +1,17 @@
 """Files of rollouts: exact round trips, and damage of every kind that must not get through."""
 
+import contextlib
 import dataclasses
 import enum
+import errno
 import itertools
+import os
 import signal
+import stat
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -236,6 +242,32 @@ def test_other_readers_see_the_masks(files, ending):
     assert "sampling_mask" not in opened.column_names, "differences cannot be taken for ids"
 
 
+def test_checksums_are_those_of_the_documented_bytes(files):
+    one = Rollout(
+        prompt_ids=[5],
+        response_ids=[7, 8],
+        sampling_mask=RolloutSamplingMask.from_mask_list([[7, 9], [8]]),
+        rollout_log_probs=[-0.25, 0.0],
+        weight_versions=[("v", 0, 2)],
+        finish_reason="stop",
+    )
+    content = {
+        "prompt_ids": struct.pack("<q", 5),
+        "response_ids": struct.pack("<2q", 7, 8),
+        "sampling_mask": struct.pack("<3q3i", 0, 2, 3, 7, 9, 8),
+        "rollout_log_probs": struct.pack("<2f", -0.25, 0.0),
+        "support_log_probs": b"",
+        "loss_mask": b"\1\1",
+        "weight_versions": b"0 2 v",
+        "finish_reason": b"stop",
+    }
+    table = pa.ipc.open_file(files([one])).read_all()
+    assert table.column("crc32").to_pylist()[0] == {
+        name: zlib.crc32(f"{name} 0 True {name == 'support_log_probs'}".encode() + content[name])
+        for name in FIELDS
+    }
+
+
 # No copies
 
 
@@ -309,6 +341,36 @@ def test_what_is_there_stays_until_the_new_file_is_whole(files):
         write_rollouts(path, fails(), rollouts_per_group=2)
     assert read_rollouts(path) == ROLLOUTS
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="directories are synced on POSIX alone")
+def test_the_file_is_synced_before_it_is_renamed_and_the_directory_after(tmp_path, monkeypatch):
+    path, seen = tmp_path / "r.arrow", []
+    real = os.fsync
+
+    def fsync(fd):
+        seen.append(("directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file", path.exists()))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_rollouts(path, ROLLOUTS)
+    assert seen == [("file", False), ("directory", True)]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="directories are synced on POSIX alone")
+@pytest.mark.parametrize(("code", "passes"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_directory_that_cannot_be_synced(tmp_path, monkeypatch, code, passes):
+    real = os.fsync
+
+    def fsync(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with contextlib.nullcontext() if passes else pytest.raises(OSError, match=os.strerror(code)):
+        write_rollouts(tmp_path / "r.arrow", ROLLOUTS)
+    assert read_rollouts(tmp_path / "r.arrow") == ROLLOUTS
 
 
 KILLED = """
@@ -624,11 +686,56 @@ def test_coded_sums_beyond_int32_are_refused(files):
 # Arguments
 
 
-@pytest.mark.parametrize("path", ["r.json", "r", "r.arrow.gz", ".arrow", 7, None, b"r.arrow"])
+class BytesPath:
+    def __fspath__(self):
+        return b"r.arrow"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("r.json", "r", "r.arrow.gz", ".arrow", 7, None, b"r.arrow", BytesPath()),
+        *("r\0.arrow", "r\ud800.arrow", "\0/r.parquet", "r.\ud800"),
+    ],
+    ids=ascii,
+)
 def test_paths_end_in_arrow_or_parquet(path):
     for call in (read_info, read_rollouts, lambda p: write_rollouts(p, [])):
         with refused("path is out of range"):
             call(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux alone")
+def test_a_file_name_that_is_not_utf8(tmp_path):
+    for ending in ENDINGS:
+        path = tmp_path / os.fsdecode(b"r\xff" + ending.encode())
+        assert write_rollouts(path, ROLLOUTS) == len(ROLLOUTS)
+        for memory_map in (True, False):
+            assert read_rollouts(path, memory_map=memory_map) == ROLLOUTS
+        path.write_bytes(b"damage")
+        with refused("\ufffd" + ending + " is damaged"):
+            read_info(path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="named pipes are POSIX's")
+def test_only_regular_files_are_read(tmp_path):
+    for ending in ENDINGS:
+        path = tmp_path / f"r{ending}"
+        os.mkfifo(path)
+        for call in (read_info, read_rollouts):
+            with refused("path is out of range") as caught:
+                call(path)
+            assert caught.value.got == f"r{ending}, a 'p'"
+        link = tmp_path / f"null{ending}"
+        link.symlink_to(os.devnull)
+        with refused("path is out of range"):
+            read_info(link)
+
+
+@pytest.mark.parametrize("bad", [3, None, [[1]], RolloutSamplingMask], ids=str)
+def test_only_masks_become_columns_of_supports(bad):
+    with refused("not a sampling mask"):
+        mask_to_arrow(bad)
 
 
 def test_a_file_that_is_not_there_is_not_damaged(tmp_path):
