@@ -19,10 +19,7 @@ import argparse
 import base64
 import itertools
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from environment import environment
 
 from rlreplay.engines import sglang, slime, vllm
 
@@ -267,28 +265,6 @@ def measure_streams(response: Response, repeats: int) -> list[Result]:
     return results
 
 
-def environment() -> Result:
-    """Versions, commit and machine, by which a result can be told from another."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True
-    )
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "commit": commit.stdout.strip() or "unknown",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "cpu": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def print_table(results: list[Result]) -> None:
     print(f"{'form':44} {'M ids/s':>9} {'seconds':>9} {'parse+keep':>11} {'ratio':>6}")
     for r in results:
@@ -315,7 +291,7 @@ def main() -> None:
     print_table(results)
     if options.out:
         sizes = {name: getattr(options, name) for name in ("responses", "tokens", "ids")}
-        lines = [json.dumps({**r, **sizes, **environment()}) for r in results]
+        lines = [json.dumps({**r, **sizes, **environment("torch", "numpy")}) for r in results]
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("a") as file:
             file.writelines(line + "\n" for line in lines)

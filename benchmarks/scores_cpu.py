@@ -16,10 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -28,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from environment import environment
 
 from rlreplay import ParallelState, ReplayPlan, RolloutSamplingMask, RowLayout, score_logits
 from rlreplay.kernels.reference import masked_log_softmax
@@ -178,29 +176,6 @@ def measure_plan(repeats: int) -> dict[str, Any]:
     }
 
 
-def environment(threads: int) -> dict[str, Any]:
-    """Versions, commit and machine, by which a result can be told from another."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True
-    )
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "commit": commit.stdout.strip() or "unknown",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "cpu": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU scores beside the dense-mask path")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
@@ -211,7 +186,8 @@ def main() -> None:
     cases = [base, {**base, "vocab": 151936, "response": 128}]
     results = [measure_scores(case, options.repeats, options.threads) for case in cases]
     results.append(measure_plan(options.repeats))
-    lines = [json.dumps({**r, **environment(options.threads)}) for r in results]
+    facts = {**environment("torch", "numpy"), "threads": options.threads}
+    lines = [json.dumps({**r, **facts}) for r in results]
     print("\n".join(lines))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -17,11 +17,8 @@ from __future__ import annotations
 import argparse
 import base64
 import json
-import os
 import pickle
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
+from environment import environment
 
 from rlreplay import Rollout, RolloutSamplingMask
 from rlreplay.storage import read_columns, read_rollouts, write_rollouts
@@ -214,30 +211,6 @@ def timed(times: dict[str, list[float]], what: str, call: Callable[[], Any]) -> 
     return result
 
 
-def environment() -> dict[str, Any]:
-    """Versions, commit and machine, by which a result can be told from another."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "commit": commit.stdout.strip() or "unknown",
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "pyarrow": pa.__version__,
-        "cpu": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def print_table(title: str, records: list[dict[str, Any]]) -> None:
     heads = ("write s", "read s", "masks s", "smaller", "write x", "read x")
     print(f"\n{title}\n{'':24}{'bytes/token':>12}{''.join(f'{head:>9}' for head in heads)}")
@@ -276,7 +249,9 @@ def main() -> None:
             f"{sizes['ids_per_token']} ids a token, beside {BASELINE}",
             records,
         )
-        lines += [json.dumps({**record, **sizes, **environment()}) for record in records]
+        lines += [
+            json.dumps({**record, **sizes, **environment("numpy", "pyarrow")}) for record in records
+        ]
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("a") as file:

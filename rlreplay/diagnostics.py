@@ -589,7 +589,8 @@ def support_entropy(mask: RolloutSamplingMask, support_log_probs: Any) -> Float6
             whose probabilities do not sum to 1.
     """
     log_q = _per_id(support_log_probs, "support_log_probs", mask)
-    return _row_sums(-np.exp(log_q) * log_q, mask)
+    # a lone id's log-prob may be rounded to above 0, and no entropy is below
+    return np.maximum(_row_sums(-np.exp(log_q) * log_q, mask), 0.0)
 
 
 def support_kl(

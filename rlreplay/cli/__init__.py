@@ -1,19 +1,29 @@
 """The command `rlreplay`: `inspect` says what is in files of rollouts, `convert` rewrites them.
 
-Exit status: 0 where all is well, 1 where something in the files is wrong, 2 where the call is.
+Exit status: 0 where all is well, 1 where something in the files is wrong, 2 where the call is or
+its output cannot be written, 130 where it was interrupted.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 
 __all__ = ["main"]
 
 _EXTRA = ("typer", "rich")
+_INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command line; where its libraries are missing, say which extra has them."""
+    try:
+        _run()
+    except KeyboardInterrupt:  # while the libraries are being loaded
+        raise SystemExit(_INTERRUPTED) from None
+
+
+def _run() -> None:
     try:
         from rlreplay.cli._app import app
     except ModuleNotFoundError as error:
@@ -25,4 +35,7 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2) from None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot write is escaped
+            stream.reconfigure(errors="backslashreplace")
     app()

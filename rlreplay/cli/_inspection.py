@@ -9,24 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from rlreplay.cli._payloads import KINDS, Kind, Record
+from rlreplay.cli._records import KINDS, Kind, Problem, Record, Response
 from rlreplay.diagnostics import Float64Array, SupportStatistics, support_entropy
 from rlreplay.rollout import Rollout
-from rlreplay.sampling_mask import IntArray
+from rlreplay.sampling_mask import BoolArray, IntArray
 
 PERCENTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
 
 _POSITIONS = 64
-_SUB_BITS = 3  # sizes to 16 have a bin each, larger ones one of 8 in their octave
-_SIZE_BINS = 31 << _SUB_BITS
-_SHIFT = 52 - _SUB_BITS
-_ZERO = 1023 << _SUB_BITS
+# the smallest size of each bin: 1, 2, … 16, and then eight in each octave
+_SIZE_BINS = np.concatenate([np.arange(1, 8), *(np.arange(8, 16) << k for k in range(28))])
 
 ENTROPY_BIN = 0.1  # nats
 _ENTROPY_BINS = 220  # the entropy of 2**31 ids is 21.5
 
 # fp32 rounding of two log-probs; the log of a kept mass is no further above 0
 _MASS_ROUNDING = 1e-4
+_NO_FULL_LOG_PROBS = "needs full-vocabulary log-probs too"
+_ANOTHER_DISTRIBUTION = "the full-vocabulary log-probs are of another distribution (temperature?)"
 
 
 @dataclass(slots=True)
@@ -58,12 +58,12 @@ class SizeProfile:
     """Support sizes along the response: a histogram of sizes for each stretch of positions.
 
     There are always 64 stretches. They are `width` tokens long; where a longer response comes,
-    neighbours are folded together and the width doubles. Unrestricted rows are left out.
+    neighbours are folded together and the width doubles. Rows of size 0 are left out.
     """
 
     def __init__(self) -> None:
         self.width = 1
-        self.counts = np.zeros((_POSITIONS, _SIZE_BINS), np.int64)
+        self.counts = np.zeros((_POSITIONS, _SIZE_BINS.size), np.int64)
 
     def add(self, lengths: IntArray) -> None:
         """Take in the support sizes `[n]` of one response."""
@@ -72,21 +72,55 @@ class SizeProfile:
             self.counts = np.concatenate([folded, np.zeros_like(folded)])
             self.width *= 2
         at = np.flatnonzero(lengths)
-        bins = (lengths[at].astype(np.float64).view(np.int64) >> _SHIFT) - _ZERO
-        flat = (at // self.width) * _SIZE_BINS + bins
+        bins = np.searchsorted(_SIZE_BINS, lengths[at], side="right") - 1
+        flat = (at // self.width) * _SIZE_BINS.size + bins
         self.counts += np.bincount(flat, minlength=self.counts.size).reshape(self.counts.shape)
 
-    def quantile(self, q: float) -> tuple[Float64Array, Float64Array]:
+    def quantile(self, q: float) -> tuple[Float64Array, IntArray]:
         """(middle position, q-quantile of the sizes) of each stretch that has rows.
 
         Sizes are exact to 16, and rounded down by less than an eighth above.
         """
         total = self.counts.sum(axis=1)
         rank = np.maximum(1, np.ceil(q * total))
+        used = total > 0
         bins = (np.cumsum(self.counts, axis=1) < rank[:, None]).sum(axis=1)
-        sizes = ((bins + _ZERO).astype(np.int64) << _SHIFT).view(np.float64)
         middles = (np.arange(_POSITIONS) + 0.5) * self.width
-        return middles[total > 0], sizes[total > 0]
+        return middles[used], _SIZE_BINS[bins[used]]
+
+
+@dataclass(slots=True)
+class KeptMass:
+    """The full-vocabulary mass of supports, as the payloads' log-probs have it.
+
+    A mass above 1 proves that its full-vocabulary log-probs are of another distribution than the
+    supports'. So are then those of the other rows, whose mass would only look possible: none is
+    reported. A mass that is above 1 by no more than fp32 rounding counts as 1.
+    """
+
+    below: Range = field(default_factory=Range)
+    rounded: int = 0
+    above: int = 0
+
+    def add(self, log_mass: Float64Array) -> None:
+        """Take in float64 `[m]`, of restricted rows."""
+        possible = log_mass <= _MASS_ROUNDING
+        self.above += int(np.count_nonzero(~possible))
+        self.rounded += int(np.count_nonzero(possible & (log_mass > 0)))
+        self.below.add(np.exp(np.minimum(log_mass[possible], 0.0)))
+
+    def to_dict(self, restricted: int) -> dict[str, Any]:
+        """Numbers over those of `restricted` rows whose mass is known, and why others are not."""
+        known = Range() if self.above else self.below
+        unknown = restricted - known.count
+        why = _ANOTHER_DISTRIBUTION if self.above else _NO_FULL_LOG_PROBS if unknown else None
+        return {
+            **known.to_dict(),
+            "rows_rounded_to_one": 0 if self.above else self.rounded,
+            "rows_above_one": self.above,
+            "rows_unknown": unknown,
+            "why_unknown": why,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +148,8 @@ def printable(text: str) -> str:
 class Inspection:
     """The running state of `inspect`.
 
+    What the loss mask leaves out, such as tool output, is counted and not measured.
+
     Args:
         max_findings: how many findings are kept with their place; all are counted.
     """
@@ -125,51 +161,56 @@ class Inspection:
     engines: Counter[str] = field(default_factory=Counter)
     found: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
+    rows_not_in_loss: int = 0
     supports: SupportStatistics = field(default_factory=SupportStatistics.zero)
     entropy_counts: IntArray = field(default_factory=lambda: np.zeros(_ENTROPY_BINS, np.int64))
     log_probs: Range = field(default_factory=Range)
-    kept_mass: Range = field(default_factory=Range)
-    kept_mass_above_one: int = 0
+    kept_mass: KeptMass = field(default_factory=KeptMass)
     profile: SizeProfile = field(default_factory=SizeProfile)
 
     def add(self, record: Record) -> None:
         """Take in one record."""
-        if record.error is not None:
-            self.bad_responses += record.response is not None
+        if isinstance(record, Problem):
             self._find(record)
-        if record.rollout is not None:
+        else:
             self.responses += 1
             self.engines[record.engine or "stored"] += 1
-            self._measure(record.rollout, record.log_kept_mass)
+            self._measure(record)
 
-    def _find(self, record: Record) -> None:
-        assert record.error is not None
-        assert record.kind is not None
-        self.found[record.kind] += 1
+    def _find(self, problem: Problem) -> None:
+        place, error = problem.place, problem.error
+        self.bad_responses += place.response is not None
+        self.found[problem.kind] += 1
         if len(self.findings) < self.max_findings:
-            message = printable(str(record.error.blamed_on(None)))  # the row is a field beside it
+            message = printable(str(error.blamed_on(None)))  # the row is a field beside it
             self.findings.append(
-                Finding(
-                    record.kind, record.file, record.line, record.response, record.error.row,
-                    message,
-                )
-            )  # fmt: skip
+                Finding(problem.kind, place.file, place.line, place.response, error.row, message)
+            )
 
-    def _measure(self, rollout: Rollout, log_kept_mass: Float64Array | None) -> None:
-        mask = rollout.sampling_mask
-        self.supports += SupportStatistics.of(rollout)
-        self.profile.add(mask.lengths)
+    def _measure(self, response: Response) -> None:
+        rollout, in_loss = response.rollout, response.rollout.loss_mask
+        restricted = in_loss & ~rollout.sampling_mask.unrestricted
+        self.rows_not_in_loss += int(np.count_nonzero(~in_loss))
+        self._measure_supports(rollout, restricted)
         if rollout.rollout_log_probs is not None:
-            self.log_probs.add(rollout.rollout_log_probs.astype(np.float64))
-        if rollout.support_log_probs is not None:
-            entropy = support_entropy(mask, rollout.support_log_probs)[~mask.unrestricted]
-            bins = np.clip(entropy / ENTROPY_BIN, 0, _ENTROPY_BINS - 1).astype(np.int64)
-            self.entropy_counts += np.bincount(bins, minlength=_ENTROPY_BINS)
-        if log_kept_mass is not None:
-            log_mass = log_kept_mass[~mask.unrestricted]
-            above = log_mass > _MASS_ROUNDING
-            self.kept_mass_above_one += int(above.sum())
-            self.kept_mass.add(np.exp(log_mass[~above]))
+            self.log_probs.add(rollout.rollout_log_probs[in_loss].astype(np.float64))
+        if response.log_kept_mass is not None:
+            self.kept_mass.add(response.log_kept_mass[restricted])
+
+    def _measure_supports(self, rollout: Rollout, restricted: BoolArray) -> None:
+        mask = rollout.sampling_mask
+        counts = np.bincount(mask.lengths[rollout.loss_mask], minlength=1)
+        self.profile.add(np.where(restricted, mask.lengths, 0))
+        if rollout.support_log_probs is None:
+            self.supports += SupportStatistics(counts)
+            return
+        entropy = support_entropy(mask, rollout.support_log_probs)[restricted]
+        # log-probs may round to a little above 0
+        entropy = np.maximum(entropy, 0.0)
+        most = float(entropy.max(initial=0.0))
+        self.supports += SupportStatistics(counts, entropy.size, float(entropy.sum()), most)
+        bins = np.minimum(entropy / ENTROPY_BIN, _ENTROPY_BINS - 1).astype(np.int64)
+        self.entropy_counts += np.bincount(bins, minlength=_ENTROPY_BINS)
 
     @property
     def is_sound(self) -> bool:
@@ -179,32 +220,19 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """All there is to report, as JSON: the keys are stable, unknown numbers null."""
         supports = self.supports
-        mean_size = supports.mean_size if supports.ids else None
-        restricted = supports.rows - supports.unrestricted
         return {
             "files": self.files,
             "responses": {"read": self.responses, "bad": self.bad_responses},
             "producers": dict(sorted(self.engines.items())),
             "rows": {
-                "total": supports.rows,
+                "total": supports.rows + self.rows_not_in_loss,
+                "not_in_loss": self.rows_not_in_loss,
+                "in_loss": supports.rows,
                 "forced": supports.forced,
                 "unrestricted": supports.unrestricted,
             },
-            "support_size": {
-                "mean": mean_size,
-                "percentiles": {str(p): supports.size_percentile(p) for p in PERCENTILES},
-                "ids": supports.ids,
-            },
-            "support_entropy": {
-                "rows": supports.entropy_rows,
-                "mean": supports.mean_entropy if supports.entropy_rows else None,
-                "max": supports.entropy_max if supports.entropy_rows else None,
-            },
-            "kept_mass": {
-                **self.kept_mass.to_dict(),
-                "rows_above_one": self.kept_mass_above_one,
-                "rows_unknown": restricted - self.kept_mass.count - self.kept_mass_above_one,
-            },
+            **_supports_to_dict(supports),
+            "kept_mass": self.kept_mass.to_dict(supports.rows - supports.unrestricted),
             "rollout_log_probs": self.log_probs.to_dict(),
             "findings": {
                 "total": self.found.total(),
@@ -212,3 +240,19 @@ class Inspection:
                 "first": [finding.to_dict() for finding in self.findings],
             },
         }
+
+
+def _supports_to_dict(supports: SupportStatistics) -> dict[str, Any]:
+    known = supports.entropy_rows > 0
+    return {
+        "support_size": {
+            "mean": supports.mean_size if supports.ids else None,
+            "percentiles": {str(p): supports.size_percentile(p) for p in PERCENTILES},
+            "ids": supports.ids,
+        },
+        "support_entropy": {
+            "rows": supports.entropy_rows,
+            "mean": supports.mean_entropy if known else None,
+            "max": supports.entropy_max if known else None,
+        },
+    }

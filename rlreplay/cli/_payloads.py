@@ -1,9 +1,6 @@
-"""Files of rollouts as a stream of records: JSONL of engine payloads, Arrow and Parquet.
+"""Lines of engine payloads to records.
 
-A record is one response: a `Rollout`, or the error that refused it. One line, or one batch of a
-columnar file, is in memory at a time.
-
-A line of JSONL holds one engine response, or a list of them (a batch), bare or as
+A line holds one engine response, or a list of them (a batch), bare or as
 `{"prompt_ids": …, "response": …}`. The prompt may also lie in the response itself, as `prompt_ids`
 or vLLM's `prompt_token_ids`.
 """
@@ -11,218 +8,129 @@ or vLLM's `prompt_token_ids`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from operator import itemgetter
-from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any
 
 import numpy as np
 
+from rlreplay.cli._records import (
+    Engine,
+    Place,
+    Problem,
+    ReadOptions,
+    Record,
+    Response,
+    missing,
+    refused,
+)
 from rlreplay.diagnostics import Float64Array
 from rlreplay.engines import sglang, slime, vllm
-from rlreplay.engines._common import OnMissingMask, mapping, prompts_for, sequence
-from rlreplay.engines._vllm_choice import LogprobsMode
-from rlreplay.engines.sglang import OnUncommittedToken
-from rlreplay.engines.slime import LogProbsOver
-from rlreplay.errors import MissingMaskError, MissingTokenError, ReplayError
+from rlreplay.errors import ReplayError
 from rlreplay.rollout import Rollout
 from rlreplay.sampling_mask import float_array, integer_array, shown
 
-Engine = Literal["sglang", "vllm", "slime"]
-Kind = Literal[
-    "broken_json", "unknown_producer", "missing_mask", "token_outside_support", "invalid",
-    "unreadable", "empty",
-]  # fmt: skip
-KINDS: tuple[Kind, ...] = get_args(Kind)
-Advance = Callable[[int], None]
-
-MAX_LINE_BYTES = 1 << 28  # a response of 100,000 tokens with 300 ids each is below it
-COLUMNAR = (".arrow", ".parquet")
-_MAGIC = (b"PAR1", b"ARROW1")
 _SLIME_FIELDS = (
     "top_p_token_ids", "top_p_kept_token_ids", "top_p_token_offsets", "top_p_kept_token_offsets",
 )  # fmt: skip
-_LOST = "its responses are lost"
+_ANOTHER_PROMPT = "the response would be scored after another prompt"
 _STAND_IN = (0,)  # the prompt of a payload that names none: nothing is said about prompts then
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """How payloads are read; see the loaders in `rlreplay.engines`.
-
-    Args:
-        engine: the producer of all payloads; None tells it from each payload's shape.
-        need_prompt: refuse a payload that does not say its prompt.
-    """
-
-    engine: Engine | None = None
-    vocab_size: int | None = None
-    on_missing_mask: OnMissingMask = "raise"
-    on_uncommitted_token: OnUncommittedToken = "raise"
-    logprobs_mode: LogprobsMode = "processed_logprobs"
-    log_probs_over: LogProbsOver = "vocabulary"
-    need_prompt: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One response of a file, or what was found in its place.
-
-    Args:
-        file: path, as given.
-        line: from 1; None in columnar files.
-        response: place of the response in its line, or in its columnar file, from 0.
-        engine: the producer, None where unknown.
-        rollout: None where `error` says why.
-        log_kept_mass: float64 `[n]`, log of the full-vocabulary mass that the engine gave to each
-            support; None where the payload does not tell.
-    """
-
-    file: str
-    line: int | None
-    response: int | None
-    engine: Engine | None = None
-    rollout: Rollout | None = None
-    log_kept_mass: Float64Array | None = None
-    error: ReplayError | None = None
-    kind: Kind | None = None
-
-    @property
-    def place(self) -> str:
-        """`file, line L, response R`."""
-        names = (("line", self.line), ("response", self.response))
-        return ", ".join([self.file, *(f"{k} {v}" for k, v in names if v is not None)])
-
-
-def read_records(path: Path, options: ReadOptions, advance: Advance) -> Iterator[Record]:
-    """The records of one file; `advance` is told how many bytes are done.
-
-    Errors of the file itself are records too. Columnar files need pyarrow: `ImportError` without.
-    """
-    try:
-        if _is_columnar(path):
-            yield from _columnar_records(path, advance)
-        else:
-            yield from _line_records(path, options, advance)
-    except OSError as error:
-        problem = _error("the file cannot be read", "a readable file", str(error), _LOST)
-        yield Record(str(path), None, None, error=problem, kind="unreadable")
-
-
-def _is_columnar(path: Path) -> bool:
-    with path.open("rb") as file:
-        return path.suffix in COLUMNAR or file.read(8).startswith(_MAGIC)
-
-
-def _columnar_records(path: Path, advance: Advance) -> Iterator[Record]:
-    """The rollouts of a file, up to the first that is damaged: nothing behind it can be trusted."""
-    from rlreplay.storage import iter_rollouts
-
-    try:
-        for index, rollout in enumerate(iter_rollouts(path)):
-            yield Record(str(path), None, index, rollout=rollout)
-    except ReplayError as error:
-        bare = error.blamed_on(None).located(row=error.row)
-        kind = "unreadable" if error.sample is None else kind_of(error)
-        yield Record(str(path), None, error.sample, error=bare, kind=kind)
-    advance(path.stat().st_size)
-
-
-# Lines
-
-
-def _line_records(path: Path, options: ReadOptions, advance: Advance) -> Iterator[Record]:
-    with path.open("rb") as file:
-        for number, (raw, size) in enumerate(_raw_lines(file), start=1):
-            for record in _records_of(raw, size, options):
-                yield replace(record, file=str(path), line=number)
-            advance(size)
-
-
-def _raw_lines(file: BinaryIO) -> Iterator[tuple[bytes | None, int]]:
-    """(line, bytes read) of each line; None for one that is longer than `MAX_LINE_BYTES`."""
-    while raw := file.readline(MAX_LINE_BYTES + 1):
-        size, fits = len(raw), len(raw) <= MAX_LINE_BYTES
-        while not fits and raw and not raw.endswith(b"\n"):
-            raw = file.readline(MAX_LINE_BYTES)
-            size += len(raw)
-        yield raw if fits else None, size
-
-
-def _records_of(raw: bytes | None, size: int, options: ReadOptions) -> Iterator[Record]:
-    """The records of one line, without their place in the file; none of a blank line."""
-    if raw is None:
-        yield _bad(_broken(f"{size} bytes", f"at most {MAX_LINE_BYTES} bytes"), "broken_json")
-        return
+def records_of(raw: bytes, place: Place, options: ReadOptions) -> Iterator[Record]:
+    """The records of one line; none of a blank one."""
     if raw.isspace():
         return
     try:
-        payload = json.loads(raw)
-    except json.JSONDecodeError as error:  # its own "line 2" is the end of this one
-        got = f"{error.msg} at character {error.pos} of {len(error.doc)}"
-        yield _bad(_broken(got, "one JSON value"), "broken_json")
-        return
-    except (ValueError, RecursionError) as error:  # no UTF-8, too long a number, too deep
-        yield _bad(_broken(str(error), "one JSON value"), "broken_json")
+        payload = _parsed(raw)
+    except ReplayError as error:
+        yield refused(place, error, "broken_json")
         return
     try:
-        bodies = list(_bodies(payload))
+        bodies = _bodies(payload)
     except ReplayError as error:
-        yield _bad(error.blamed_on(None), "invalid")
+        yield refused(place, error)
         return
+    if not bodies:
+        yield Problem(place, "empty", missing("the line holds no response", "at least one", "none"))
     index = 0
     for body, prompt in bodies:
-        for record in _responses(body, prompt, options, index):
+        for record in _responses(body, prompt, options, place, index):
             yield record
             index += 1
-    if not bodies:
-        yield _bad(_error("the line holds no response", "at least one", "none", _LOST), "empty")
 
 
-def _bodies(payload: Any) -> Iterator[tuple[Any, Any]]:
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except json.JSONDecodeError as error:  # its own "line 2" is the end of this one
+        got = f"{error.msg} at character {error.pos} of {len(error.doc)}"
+    except (ValueError, RecursionError) as error:  # no UTF-8, too long a number, too deep
+        got = str(error)
+    raise missing("the line is no JSON", "one JSON value", got)
+
+
+def _bodies(payload: Any) -> list[tuple[Any, Any]]:
     """(body, prompt ids or None) of each response in a line."""
     body, prompts = payload, None
     if isinstance(payload, dict) and "response" in payload and not _known(payload):
         body, prompts = payload["response"], payload.get("prompt_ids")
     listed = body if isinstance(body, list) else [body]
-    each = [None] * len(listed) if prompts is None else prompts_for(prompts, len(listed))
-    for part, prompt in zip(listed, each, strict=True):
-        fields = part if isinstance(part, dict) else {}
-        beside = fields.get("prompt_ids", fields.get("prompt_token_ids"))
-        yield part, beside if prompt is None else prompt
+    pairs = zip(listed, _prompts(prompts, len(listed)), strict=True)
+    return [(part, _own_prompt(part) if prompt is None else prompt) for part, prompt in pairs]
 
 
 def _known(fields: dict[str, Any]) -> bool:
     return "meta_info" in fields or "choices" in fields
 
 
+def _prompts(prompts: Any, count: int) -> list[Any]:
+    """A prompt for each of `count` responses: of a list with one each, or one for all."""
+    if not (isinstance(prompts, list) and prompts and isinstance(prompts[0], list)):
+        return [prompts] * count
+    if len(prompts) != count:
+        raise ReplayError(
+            "prompts and responses differ in number",
+            expected=f"{count} prompts, one for each response, or a flat list of ids",
+            got=f"{len(prompts)}",
+            consequence=_ANOTHER_PROMPT,
+        )
+    return prompts
+
+
+def _own_prompt(body: Any) -> Any:
+    fields = body if isinstance(body, dict) else {}
+    return fields.get("prompt_ids", fields.get("prompt_token_ids"))
+
+
 # Responses
 
 
-def _responses(body: Any, prompt: Any, options: ReadOptions, first: int) -> Iterator[Record]:
+def _responses(
+    body: Any, prompt: Any, options: ReadOptions, place: Place, first: int
+) -> Iterator[Record]:
     """A record for each response of a body; one for the body where it cannot be taken apart."""
-    engine = options.engine
     try:
-        engine = engine or _engine_of(body)
-        parts = list(_single_choices(body))
+        engine = options.engine or _engine_of(body)
     except ReplayError as error:
-        kind: Kind = "invalid" if engine else "unknown_producer"
-        yield Record("", None, first, engine, error=error, kind=kind)
+        yield refused(place.at(first), error, "unknown_producer")
+        return
+    try:
+        parts = _single_choices(body)
+    except ReplayError as error:
+        yield refused(place.at(first), error, "invalid")
         return
     if not parts:
-        empty = _error("the response holds no choice", "at least one", "none", _LOST)
-        yield Record("", None, first, engine, error=empty, kind="empty")
+        empty = missing("the response holds no choice", "at least one", "none")
+        yield Problem(place.at(first), "empty", empty)
     for index, part in enumerate(parts, start=first):
         try:
             rollout = _load(engine, part, prompt, options)
         except ReplayError as error:
-            # the sample is always 0 here: the response says where
-            bare = error.blamed_on(None).located(row=error.row)
-            yield Record("", None, index, engine, error=bare, kind=kind_of(error))
+            yield refused(place.at(index), error)
         else:
             mass = _log_kept_mass(part, rollout) if engine == "sglang" else None
-            yield Record("", None, index, engine, rollout, mass)
+            yield Response(place.at(index), rollout, engine, mass)
 
 
 def _engine_of(body: Any) -> Engine:
@@ -242,14 +150,15 @@ def _engine_of(body: Any) -> Engine:
     )
 
 
-def _single_choices(body: Any) -> Iterator[dict[str, Any]]:
+def _single_choices(body: Any) -> list[dict[str, Any]]:
     """The body, or a body for each of its choices: one that is bad spoils no other."""
-    fields = mapping(body, "the response")
-    if "choices" not in fields:
-        yield fields
-        return
-    for choice in sequence(fields["choices"], "choices"):
-        yield {**fields, "choices": [choice]}
+    if not isinstance(body, dict):
+        raise missing("the response is no payload", "an object", shown(body))
+    if "choices" not in body:
+        return [body]
+    if not isinstance(body["choices"], list):
+        raise missing("choices has the wrong type", "a list", shown(body["choices"]))
+    return [{**body, "choices": [choice]} for choice in body["choices"]]
 
 
 def _load(engine: Engine, body: dict[str, Any], prompt: Any, options: ReadOptions) -> Rollout:
@@ -258,23 +167,26 @@ def _load(engine: Engine, body: dict[str, Any], prompt: Any, options: ReadOption
             "the payload does not say its prompt",
             expected="prompt_ids beside the response",
             got="none",
-            consequence="the response would be scored after another prompt",
+            consequence=_ANOTHER_PROMPT,
         )
     if prompt is None:
         body, prompt = _without_prompt_length(body), _STAND_IN
-    common: dict[str, Any] = {
-        "prompt_ids": [prompt] if isinstance(prompt, list) else prompt,
-        "vocab_size": options.vocab_size,
-        "on_missing_mask": options.on_missing_mask,
-    }
+    given = _given(options, "vocab_size", "on_missing_mask")
+    given["prompt_ids"] = [prompt] if isinstance(prompt, list) else prompt
     if engine == "vllm":
-        loaded = vllm.from_response(body, logprobs_mode=options.logprobs_mode, **common)
+        loaded = vllm.from_response(body, **given, **_given(options, "logprobs_mode"))
     elif engine == "slime":
-        loaded = slime.from_response(body, log_probs_over=options.log_probs_over, **common)
+        loaded = slime.from_response(body, **given, **_given(options, "log_probs_over"))
     else:
         load = sglang.from_chat if "choices" in body else sglang.from_response
-        loaded = load(body, on_uncommitted_token=options.on_uncommitted_token, **common)
+        loaded = load(body, **given, **_given(options, "on_uncommitted_token"))
     return loaded[0]
+
+
+def _given(options: ReadOptions, *names: str) -> dict[str, Any]:
+    """Those of the options that are not left to the loader."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _without_prompt_length(body: dict[str, Any]) -> dict[str, Any]:
@@ -306,22 +218,3 @@ def _log_kept_mass(body: dict[str, Any], rollout: Rollout) -> Float64Array | Non
     if not np.array_equal(ids, rollout.response_ids) or not np.isfinite(full).all():
         return None
     return full.astype(np.float64) - rollout.rollout_log_probs
-
-
-def kind_of(error: ReplayError) -> Kind:
-    """What `inspect` counts the error as."""
-    if isinstance(error, MissingMaskError):
-        return "missing_mask"
-    return "token_outside_support" if isinstance(error, MissingTokenError) else "invalid"
-
-
-def _bad(error: ReplayError, kind: Kind) -> Record:
-    return Record("", None, None, error=error, kind=kind)
-
-
-def _broken(got: str, expected: str) -> ReplayError:
-    return _error("the line is no JSON", expected, got, _LOST)
-
-
-def _error(problem: str, expected: str, got: str, consequence: str) -> ReplayError:
-    return ReplayError(problem, expected=expected, got=got, consequence=consequence)

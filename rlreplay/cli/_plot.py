@@ -19,8 +19,11 @@ def draw(inspection: Inspection, path: Path) -> None:
     """Write the three panels to `path`, in the format of its suffix.
 
     Raises:
-        ReplayError: a suffix that matplotlib does not know, or a path that cannot be written.
+        ReplayError: no response token, a suffix that matplotlib does not know, or a path that
+            cannot be written.
     """
+    if not inspection.supports.rows:
+        raise _no_plot("there is nothing to draw", "a response token in the loss", "none")
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     sizes, along, entropy = figure.subplots(1, 3)
     _draw_sizes(sizes, inspection)
@@ -31,12 +34,12 @@ def draw(inspection: Inspection, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise ReplayError(
-            "the plot cannot be written",
-            expected="a path for a png, pdf or svg file",
-            got=f"{path}: {error}",
-            consequence="there is no plot",
-        ) from None
+        expected = "a path for a png, pdf or svg file"
+        raise _no_plot("the plot cannot be written", expected, f"{path}: {error}") from None
+
+
+def _no_plot(problem: str, expected: str, got: str) -> ReplayError:
+    return ReplayError(problem, expected=expected, got=got, consequence="there is no plot")
 
 
 def _draw_sizes(axes: Axes, inspection: Inspection) -> None:

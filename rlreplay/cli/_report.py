@@ -17,7 +17,7 @@ _KIND_TEXT = {
     "token_outside_support": "responses with a sampled token outside its support",
     "invalid": "responses refused for another reason",
     "unreadable": "unreadable files",
-    "empty": "files without a response",
+    "empty": "files or lines without a response",
 }
 
 
@@ -38,10 +38,7 @@ def _numbers(report: dict[str, Any]) -> Table:
     responses = report["responses"]
     read = f"{responses['read']:,} read" + (f" ({producers})" if producers else "")
     table.add_row("responses", read + (f", {responses['bad']:,} bad" if responses["bad"] else ""))
-    rows = report["rows"]
-    table.add_row("rows (tokens)", f"{rows['total']:,}")
-    table.add_row("  forced (one id)", _share(rows["forced"], rows["total"]))
-    table.add_row("  unrestricted", _share(rows["unrestricted"], rows["total"]))
+    _add_rows(table, report["rows"])
     _add_sizes(table, report["support_size"])
     entropy = report["support_entropy"]
     text = f"mean {entropy['mean']:.3f}, max {entropy['max']:.3f} nats" if entropy["rows"] else ""
@@ -53,6 +50,15 @@ def _numbers(report: dict[str, Any]) -> Table:
         text += f", mean {values['mean']:.4g}"
     table.add_row("rollout log-probs", _known(text, values["rows"], "none over the supports"))
     return table
+
+
+def _add_rows(table: Table, rows: dict[str, Any]) -> None:
+    table.add_row("rows (tokens)", f"{rows['total']:,}")
+    if rows["not_in_loss"]:
+        excluded = _share(rows["not_in_loss"], rows["total"])
+        table.add_row("  not in the loss", f"{excluded}, left out below")
+    table.add_row("  forced (one id)", _share(rows["forced"], rows["in_loss"]))
+    table.add_row("  unrestricted", _share(rows["unrestricted"], rows["in_loss"]))
 
 
 def _add_sizes(table: Table, sizes: dict[str, Any]) -> None:
@@ -68,13 +74,12 @@ def _add_sizes(table: Table, sizes: dict[str, Any]) -> None:
 
 def _add_mass(table: Table, mass: dict[str, Any]) -> None:
     text = f"mean {mass['mean']:.5f}, min {mass['min']:.5f}" if mass["rows"] else ""
-    table.add_row("kept mass", _known(text, mass["rows"], "needs full-vocabulary log-probs too"))
+    table.add_row("kept mass", _known(text, mass["rows"], mass["why_unknown"] or "no row"))
     if mass["rows_above_one"]:
-        table.add_row(
-            "  above 1",
-            f"{mass['rows_above_one']:,} rows: their full-vocabulary log-probs are of another "
-            "temperature",
-        )
+        table.add_row("  above 1", f"it would be in {_plural(mass['rows_above_one'], 'row')}")
+    if mass["rows_rounded_to_one"]:
+        rounded = _plural(mass["rows_rounded_to_one"], "row")
+        table.add_row("  taken as 1", f"{rounded}, above it by rounding")
 
 
 def _known(text: str, rows: int, why_not: str) -> str:

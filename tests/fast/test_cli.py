@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tracemalloc
@@ -20,10 +21,18 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from rlreplay import MissingMaskError, MissingTokenError, ReplayError, Rollout, RolloutSamplingMask
-from rlreplay.cli import _app, _payloads
+from rlreplay import (
+    MissingMaskError,
+    MissingTokenError,
+    ReplayError,
+    Rollout,
+    RolloutSamplingMask,
+    cli,
+)
+from rlreplay.cli import _app, _files, _records
+from rlreplay.cli._files import read_records
 from rlreplay.cli._inspection import Inspection, SizeProfile, printable
-from rlreplay.cli._payloads import ReadOptions, read_records
+from rlreplay.cli._records import Place, Problem, ReadOptions, Response
 from rlreplay.engines import sglang, slime, vllm
 from tests.fast.payloads import ANSWERS, DATA, Drawn, drawn_responses, fixture, spoiled
 
@@ -31,7 +40,9 @@ SELECTED = "sglang_generate_selected.json"
 SUPPORT = "sglang_generate_support.json"
 PRODUCERS = {SELECTED: "sglang", SUPPORT: "sglang", "sglang_abort.json": "sglang",
              "vllm_generate.json": "vllm", "slime_meta_info.json": "slime"}  # fmt: skip
+ROOT = Path(__file__).parents[2]
 MAIN = "from rlreplay.cli import main; main()"
+NOTHING = Drawn([1, 2], [], [], [], "stop")
 ONE = Drawn([1, 2], [7, 3], [[7, 5], [3, 4, 9]], [[1, 3], [2, 1, 1]], "stop")
 
 
@@ -89,6 +100,16 @@ def report(*arguments, code=0):
     return json.loads(run("inspect", "--json", *arguments, code=code).stdout)
 
 
+def paired(log_probs):
+    return [[value, token] for value, token in zip(log_probs, ONE.tokens, strict=True)]
+
+
+def plain(*arguments, code=0):
+    """The printed report without its frames and line breaks."""
+    text = run(*arguments, code=code).output
+    return " ".join("".join(" " if c in "│┌┐└┘├┤┬┴┼─" else c for c in text).split())
+
+
 def findings(*arguments):
     """(kind, line, response, row) of every finding; there must be some."""
     found = report(*arguments, code=1)["findings"]
@@ -120,7 +141,8 @@ def test_sizes_and_log_probs_are_the_answers(file):
 
     answers = [ANSWERS[f"sglang_selected[{i}]"] for i in range(3)]
     sizes = list(itertools.chain.from_iterable(a["support_sizes"] for a in answers))
-    assert found["rows"] == {"total": len(sizes), "forced": sizes.count(1), "unrestricted": 0}
+    rows = {"total": len(sizes), "not_in_loss": 0, "in_loss": len(sizes)}
+    assert found["rows"] == {**rows, "forced": sizes.count(1), "unrestricted": 0}
     assert found["support_size"]["mean"] == sum(sizes) / len(sizes)
     assert found["support_size"]["ids"] == sum(sizes)
     percentiles = {int(p): size for p, size in found["support_size"]["percentiles"].items()}
@@ -138,6 +160,13 @@ def test_entropy_is_known_in_support_mode(file):
 
     expected = ANSWERS["sglang_support"]["support_entropy_sum"]
     assert found["mean"] * found["rows"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_entropies_that_round_below_0_are_0(file):
+    forced = Drawn([1], [7, 3], [[7], [3]], [[1], [1]], "stop")
+    above = sglang_payload(forced, output_token_sampling_logprobs=[[1e-7], [1e-7]])
+
+    assert report(file(above))["support_entropy"] == {"rows": 2, "mean": 0, "max": 0}
 
 
 def test_chat_batches_and_bare_responses_are_the_same_responses(file):
@@ -164,9 +193,197 @@ def test_kept_mass_is_full_over_support_probability(file):
     assert known["rows"] == 2
     assert known["mean"] == pytest.approx(0.65, rel=1e-6)
     assert (known["min"], known["max"]) == pytest.approx((0.5, 0.8), rel=1e-6)
-    assert (above["rows"], above["rows_above_one"], above["rows_unknown"]) == (0, 2, 0)
-    text = run("inspect", file(sglang_payload(ONE, output_token_logprobs=hot)), code=0).output
-    assert "another temperature" in " ".join(text.replace("│", " ").split())
+    assert known["why_unknown"] is None
+    assert (above["rows"], above["rows_above_one"], above["rows_unknown"]) == (0, 2, 2)
+    text = plain("inspect", file(sglang_payload(ONE, output_token_logprobs=hot)))
+    assert "another distribution" in text
+    assert "it would be in 2 rows" in text
+
+
+def test_one_mass_above_1_makes_all_of_them_unknown(file):
+    """The other rows' log-probs are of that distribution too: what is below 1 is no mass."""
+    lows, half = [value - 2 for value in ONE.log_probs()], ONE.log_probs()
+    lines = [
+        sglang_payload(ONE, output_token_logprobs=logged)
+        for logged in (paired(lows), paired([half[0] - 1, half[1] + 0.01]))
+    ]
+
+    found = report(file(*lines))["kept_mass"]
+
+    assert (found["rows"], found["mean"], found["min"], found["max"]) == (0, None, None, None)
+    assert (found["rows_above_one"], found["rows_unknown"]) == (1, 4)
+    assert "another distribution" in found["why_unknown"]
+    assert "it would be in 1 row " in plain("inspect", file(*lines))
+
+
+@pytest.mark.parametrize(("over", "rounded", "above"), [(5e-5, 2, 0), (2e-4, 0, 2), (0.0, 0, 0)])
+def test_a_mass_above_1_by_rounding_counts_as_1_and_is_counted(file, over, rounded, above):
+    single = Drawn([1], [7, 3], [[7], [3]], [[1], [1]], "stop")  # log-probs of exactly 0
+    logged = [[over, 7], [over, 3]]
+
+    found = report(file(sglang_payload(single, output_token_logprobs=logged)))["kept_mass"]
+
+    assert (found["rows_rounded_to_one"], found["rows_above_one"]) == (rounded, above)
+    assert (found["rows"], found["max"]) == ((0, None) if above else (2, 1.0))
+    text = plain("inspect", file(sglang_payload(single, output_token_logprobs=logged)))
+    assert ("2 rows, above it by rounding" in text) == bool(rounded)
+
+
+def test_a_pipe_is_read_once_and_whole(file, tmp_path, storage):
+    payload = {"prompt_ids": ONE.prompt, "response": sglang_payload(ONE)}
+    lines = file(*[payload] * 5).read_bytes().splitlines(keepends=True)
+    for command in (["inspect", "--json"], ["convert", tmp_path / "out.arrow"]):
+        pipe = tmp_path / f"pipe-{command[0]}"
+        os.mkfifo(pipe)
+        files = [pipe, *command[1:]] if command[0] == "convert" else [*command[1:], pipe]
+        reader = subprocess.Popen(
+            [sys.executable, "-c", MAIN, command[0], *map(str, files)],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        with pipe.open("wb") as writer:
+            for line in lines:
+                writer.write(line)
+                writer.flush()
+        output, _ = reader.communicate(timeout=60)
+        assert reader.returncode == 0
+        if command[0] == "inspect":
+            assert json.loads(output)["responses"]["read"] == 5
+    assert len(storage.read_rollouts(tmp_path / "out.arrow")) == 5
+
+
+def test_convert_of_nothing_writes_nothing(file, tmp_path, storage):
+    target = tmp_path / "out.arrow"
+    assert "holds no response" in run("convert", file(), target, code=1).output
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".parquet"])
+@pytest.mark.parametrize(
+    ("prompt", "response", "support", "row"),
+    [([12], 3, 5, None), ([1], 12, 5, 1), ([1], 3, 12, 1)],
+)
+def test_columnar_files_are_held_to_the_vocabulary(
+    file, tmp_path, storage, suffix, prompt, response, support, row
+):
+    mask = RolloutSamplingMask.from_mask_list([[2], sorted({response, support})])
+    odd = Rollout(prompt_ids=prompt, response_ids=[2, response], sampling_mask=mask)
+    path, target = tmp_path / f"in{suffix}", tmp_path / "out.parquet"
+    storage.write_rollouts(path, [ONE.rollout(), odd, ONE.rollout()])
+
+    assert report(path, "--vocab-size", 13)["responses"]["read"] == 3
+    assert findings(path, "--vocab-size", 12) == [("invalid", None, 1, row)]
+    assert report(path, "--vocab-size", 12, code=1)["responses"] == {"read": 2, "bad": 1}
+    text = run("convert", path, target, "--vocab-size", 12, code=1).output
+    assert "response 1" in text
+    assert not target.exists()
+    run("convert", path, target, "--vocab-size", 13, code=0)
+
+
+PAYLOAD_OPTIONS = [
+    ("--engine", "sglang"), ("--on-missing-mask", "raise"), ("--on-uncommitted-token", "drop"),
+    ("--logprobs-mode", "processed_logprobs"), ("--log-probs-over", "support"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", PAYLOAD_OPTIONS)
+@pytest.mark.parametrize("name", ["a.arrow", "a.parquet", "a.bin"])
+def test_columnar_files_take_no_options_on_payloads(file, tmp_path, storage, option, name):
+    """Not even a default: it would be ignored."""
+    lines = file({**sglang_payload(ONE), "prompt_ids": ONE.prompt})
+    stored = tmp_path / ("a.arrow" if name == "a.bin" else name)
+    storage.write_rollouts(stored, [ONE.rollout()])
+    path = stored.rename(tmp_path / name)
+
+    assert option[0] in run("inspect", lines, path, *option, code=2).output
+    run("convert", path, tmp_path / "b.arrow", *option, code=2)
+    assert not (tmp_path / "b.arrow").exists()
+    run("inspect", lines, *option, code=0)
+
+
+def test_the_options_of_payloads_are_all_known():
+    names = {name.removeprefix("--").replace("-", "_") for name, _ in PAYLOAD_OPTIONS}
+
+    assert {*names, "vocab_size", "need_prompt"} == set(ReadOptions.__dataclass_fields__)
+    assert all(ReadOptions(**{name: "x"}).of_payloads == [name] for name in names)
+    assert ReadOptions(vocab_size=3, need_prompt=True).of_payloads == []
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".parquet"])
+@pytest.mark.parametrize("count", [0, 1, 4, 5])
+def test_columnar_files_advance_by_groups(tmp_path, storage, suffix, count):
+    path = tmp_path / f"a{suffix}"
+    storage.write_rollouts(path, [ONE.rollout()] * count, rollouts_per_group=2)
+    told, behind = [], []
+
+    for record in read_records(path, ReadOptions(), told.append):
+        behind.append((record.place.response, len(told)))
+
+    responses = [(i, i // 2) for i in range(count)] or [(None, 1)]
+    assert behind == responses
+    assert sum(told) == path.stat().st_size
+    assert all(step >= 0 for step in told)
+
+
+def test_a_damaged_columnar_file_is_told_as_done_too(tmp_path, storage):
+    path, told = tmp_path / "a.parquet", []
+    storage.write_rollouts(path, [ONE.rollout()])
+    path.write_bytes(path.read_bytes()[:-20])
+
+    assert [type(r) for r in read_records(path, ReadOptions(), told.append)] == [Problem]
+    assert sum(told) == path.stat().st_size
+
+
+def test_a_pipe_of_a_columnar_file_is_refused(tmp_path, storage):
+    pipe = tmp_path / "a.arrow"
+    os.mkfifo(pipe)
+
+    assert findings(pipe) == [("unreadable", None, None, None)]
+
+
+def test_what_the_loss_mask_leaves_out_is_counted_and_not_measured(tmp_path, storage):
+    (first,) = sglang.from_response(sglang_payload(ONE), prompt_ids=ONE.prompt)
+    prompt = [*ONE.prompt, *ONE.tokens]
+    fields = {name: getattr(first, name) for name in storage.FIELDS}
+    turns = [first, Rollout(**fields | {"prompt_ids": [*prompt, 30, 31, 32]})]
+    merged, path = Rollout.merge_turns(turns), tmp_path / "merged.arrow"
+    assert first.support_log_probs is not None
+    storage.write_rollouts(path, [merged])
+    storage.write_rollouts(tmp_path / "apart.arrow", turns)
+
+    found, apart = report(path), report(tmp_path / "apart.arrow")
+
+    assert found["rows"] == {**apart["rows"], "total": 7, "not_in_loss": 3}
+    assert apart["rows"]["forced"] == 0
+    for name in ("support_size", "support_entropy", "rollout_log_probs"):
+        assert found[name] == apart[name]
+    assert found["rollout_log_probs"]["max"] < 0
+    assert "not in the loss 3 (42.9%), left out below" in plain("inspect", path)
+    assert "not in the loss" not in plain("inspect", tmp_path / "apart.arrow")
+
+
+def test_output_that_cannot_be_written_is_no_finding(file):
+    payload = file(sglang_payload(ONE))
+    for arguments in (["inspect", "--json"], ["inspect"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-c", MAIN, *arguments, str(payload)],
+                stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+                cwd=ROOT,
+            )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert "cannot be written" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_unicode_gets_escapes(file):
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "inspect", str(file({"é☃x": 1}))],
+        capture_output=True, text=True, timeout=60, cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -243,7 +460,7 @@ def test_a_missing_mask_may_be_taken_for_none(file):
 
     found = report(path, "--on-missing-mask", "unrestricted")
 
-    assert found["rows"] == {"total": 4, "forced": 0, "unrestricted": 2}
+    assert (found["rows"]["total"], found["rows"]["unrestricted"]) == (4, 2)
     assert "2 (50.0%)" in run("inspect", path, "--on-missing-mask", "unrestricted", code=0).output
 
 
@@ -286,6 +503,31 @@ def test_several_files_are_one_report(file):
     ]
 
 
+def test_a_file_that_is_given_twice_is_refused(file, tmp_path):
+    path = file(sglang_payload(ONE))
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(path.read_bytes())
+
+    assert "again" in run("inspect", path, link, code=2).output
+    assert report(path, copy)["responses"]["read"] == 2
+
+
+def test_a_byte_order_mark_and_windows_line_ends_change_nothing(file, tmp_path):
+    payload = json.dumps(sglang_payload(ONE)).encode()
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([payload, b"", payload, b"{", b""]))
+
+    assert findings(path) == [("broken_json", 4, None, None)]
+    assert report(path, code=1)["responses"]["read"] == 2
+
+
+def test_places_are_named():
+    assert str(Place("a")) == "a"
+    assert str(Place("a", 3).at(0)) == "a, line 3, response 0"
+
+
 def test_the_last_line_needs_no_end(tmp_path):
     path = tmp_path / "open.jsonl"
     path.write_text(json.dumps(sglang_payload(ONE)))
@@ -296,7 +538,7 @@ def test_the_last_line_needs_no_end(tmp_path):
 def test_a_line_beyond_the_limit_is_found_and_skipped(file, monkeypatch):
     good = sglang_payload(ONE)
     limit = len(json.dumps(good)) + 1
-    monkeypatch.setattr(_payloads, "MAX_LINE_BYTES", limit)
+    monkeypatch.setattr(_files, "MAX_LINE_BYTES", limit)
     path = file(good, b"1" * limit, good, b"1" * (5 * limit), good)
 
     assert findings(path) == [("broken_json", 2, None, None), ("broken_json", 4, None, None)]
@@ -353,8 +595,8 @@ def test_spoiled_payloads_are_read_or_found(tmp_path, data):
 
     inspection = Inspection(max_findings=9)
     for record in read_records(path, options, lambda done: None):
-        assert (record.rollout is None) == (record.error is not None)
-        assert record.line == 1
+        assert isinstance(record, Response | Problem)
+        assert record.place.line == 1
         inspection.add(record)
 
     assert inspection.responses + inspection.found.total() > 0
@@ -406,8 +648,39 @@ def test_plots_to_nowhere_are_refused_before_anything_is_read(file, tmp_path):
     pytest.importorskip("matplotlib")
     path = file(sglang_payload(ONE))
 
-    for target in (tmp_path / "none" / "x.png", tmp_path / "x.txt", tmp_path / "x"):
-        run("inspect", path, "--plot", target, code=2)
+    (tmp_path / "folder.png").mkdir()
+    unwritable = Path("/proc/self/x.png"), Path("/proc/self/cmdline.png")
+    loop = tmp_path / "loop.png"
+    loop.symlink_to(loop)
+    for target in (tmp_path / "none" / "x.png", tmp_path / "x.txt", tmp_path / "x",
+                   tmp_path / "folder.png", loop, *unwritable):  # fmt: skip
+        finished = run("inspect", path, "--plot", target, code=2)
+        assert "--plot" in finished.output
+        assert finished.stdout == ""
+
+
+def test_a_plot_that_may_be_written_leaves_no_trace_before_it_is(file, tmp_path):
+    pytest.importorskip("matplotlib")
+    there, new = tmp_path / "there.png", tmp_path / "new.png"
+    there.write_bytes(b"old")
+
+    for target in (there, new):
+        _app._check_plot(target)
+
+    assert there.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == [there.name]
+
+
+@pytest.mark.parametrize(("line", "code"), [(sglang_payload(NOTHING), 2), (b"{", 1)])
+def test_there_is_no_plot_of_nothing(file, tmp_path, line, code):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "x.png"
+
+    finished = run("inspect", file(line), "--plot", picture, code=code)
+
+    assert "nothing to draw" in finished.stderr
+    assert "responses" in finished.stdout
+    assert not picture.exists()
 
 
 # Calls
@@ -425,6 +698,11 @@ def test_plots_to_nowhere_are_refused_before_anything_is_read(file, tmp_path):
         ["convert", __file__],
         ["convert", __file__, "none/such.arrow"],
         ["convert", __file__, __file__],
+        ["convert", ".", "such.arrow"],
+        ["convert", __file__, "."],
+        ["convert", __file__, "/proc/self/such.arrow"],
+        ["inspect", __file__, __file__],
+        ["inspect", __file__, os.path.relpath(__file__)],
         ["nothing"],
     ],
 )
@@ -435,7 +713,7 @@ def test_wrong_calls_exit_with_2(arguments):
 def run_process(code_or_module, *arguments):
     return subprocess.run(
         [sys.executable, *code_or_module, *map(str, arguments)],
-        capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=100, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -457,6 +735,65 @@ def test_without_its_extra_the_command_says_which_it_is(missing):
     assert finished.returncode == 2
     assert "rlreplay[cli]" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--json"], [], ["--max-findings", "0"]])
+@pytest.mark.parametrize(("line", "code"), [(b"{", 1), (sglang_payload(ONE), 0)])
+def test_a_reader_that_has_gone_changes_nothing(file, arguments, line, code):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-c", MAIN, "inspect", *arguments, str(file(line))],
+            stdout=write, stderr=subprocess.PIPE, text=True, timeout=100, cwd=ROOT,
+        )  # fmt: skip
+    finally:
+        os.close(write)
+
+    assert (finished.returncode, finished.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_closed_standard_streams_are_no_error(file, closed):
+    command = f'"$@" {closed}>&-'
+    finished = subprocess.run(
+        ["sh", "-c", command, "sh", sys.executable, "-c", MAIN, "inspect", str(file(b"{"))],
+        capture_output=True, text=True, timeout=100, cwd=ROOT,
+    )  # fmt: skip
+
+    assert finished.returncode == 1
+    assert finished.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path, command):
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    target = [str(tmp_path / "out.arrow")] if command == "convert" else []
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, command, str(pipe), *target],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    with pipe.open("wb") as writer:  # opens once the process reads
+        writer.write(json.dumps({**sglang_payload(ONE), "prompt_ids": [1]}).encode() + b"\n")
+        writer.flush()
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=100)
+
+    assert process.returncode == 130
+    assert (output, errors) == ("", "")
+    assert [p.name for p in tmp_path.iterdir()] == [pipe.name]
+
+
+def test_an_interrupt_while_the_libraries_are_loaded(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupt)
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
 
 
 def test_the_bar_is_drawn_on_a_terminal(file, monkeypatch):
@@ -586,7 +923,7 @@ def test_a_columnar_file_under_another_name_is_not_taken_for_lines(file, tmp_pat
 def test_errors_are_counted_by_their_class():
     parts = {"expected": "a", "got": "b", "consequence": "c"}
 
-    assert _payloads.kind_of(MissingMaskError("x", **parts)) == "missing_mask"
-    assert _payloads.kind_of(MissingTokenError("x", **parts)) == "token_outside_support"
-    assert _payloads.kind_of(ReplayError("x", **parts)) == "invalid"
+    assert _records.kind_of(MissingMaskError("x", **parts)) == "missing_mask"
+    assert _records.kind_of(MissingTokenError("x", **parts)) == "token_outside_support"
+    assert _records.kind_of(ReplayError("x", **parts)) == "invalid"
     assert isinstance(ONE.rollout(), Rollout)

@@ -563,3 +563,15 @@ def test_support_statistics_refuse_what_they_are_not():
             SupportStatistics.zero().size_percentile(percent)
     with pytest.raises(ReplayError):
         SupportStatistics.zero() + 1
+
+
+def test_a_log_prob_rounded_to_above_zero_makes_no_negative_entropy():
+    rollout = Rollout(
+        prompt_ids=[0],
+        response_ids=[1, 2],
+        sampling_mask=RolloutSamplingMask.forced([1, 2]),
+        rollout_log_probs=[1e-7, 1e-7],
+        support_log_probs=[1e-7, 1e-7],
+    )
+    statistics = SupportStatistics.of(rollout)
+    assert (statistics.entropy_rows, statistics.entropy_sum, statistics.entropy_max) == (2, 0, 0)
