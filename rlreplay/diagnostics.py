@@ -2,6 +2,10 @@
 
 Shapes: `R` response tokens in a call, `n` rows of a mask, `N` support ids in total.
 
+Pass the loss mask wherever there is one. The tool tokens of merged turns (`Rollout.merge_turns`)
+are response tokens that no sampler drew, with rollout log-prob 0: on a forced row they pass for
+perfect agreement, on an unrestricted one for a certainty that the trainer does not share.
+
 What is summed over tokens is a frozen `Tally`: a vector of sums and one of maxima, both float64 and
 of fixed length. Tallies of parts of a batch (samples, micro-batches, ranks) add up to the tally of
 the whole: counts exactly, sums up to rounding. A trainer may also take the two tensors before they
@@ -12,15 +16,16 @@ leave the device, reduce them itself (one SUM, one MAX), and read the result:
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     mismatch = LogProbMismatch.from_tensors(sums, maxima)
 
-Tool tokens of merged turns have a log-prob of 0 that no policy gave: leave them out by the loss
-mask. Wrong lengths, shapes and types are refused. Numbers that cannot be measured (NaN, infinities)
-are counted in `non_finite` and left out of everything else: to refuse them would take a device
-sync, and one rank would raise while the others wait in their all-reduce.
+Wrong lengths, shapes and types are refused. Numbers that cannot be measured (NaN, infinities) are
+counted in `non_finite` and left out of everything else: to refuse them would take a device sync,
+and one rank would raise while the others wait in their all-reduce.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
@@ -28,10 +33,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlreplay.errors import ReplayError
+from rlreplay.kernels.rows import accumulator
+from rlreplay.plan import ReplayPlan, check_kind, to_device
 from rlreplay.rollout import Rollout, log_prob_array
 from rlreplay.sampling_mask import (
     IntArray,
@@ -40,12 +47,16 @@ from rlreplay.sampling_mask import (
     frozen,
     host_array,
     integer_array,
+    is_integer,
+    is_iterable,
     shown,
 )
+from rlreplay.scores import row_temperature
 
 Float64Array = npt.NDArray[np.float64]
 Piece = Tensor | npt.NDArray[Any]
 Column = Piece | Sequence[Piece]
+Masks = RolloutSamplingMask | Sequence[RolloutSamplingMask]
 
 # Bins of |delta|: 16 equal ones in each octave of [2**-24, 2**6), one below and one above. fp32
 # rounding of a log-prob ends where they begin; a bin is read off a float64's leading bits.
@@ -55,7 +66,12 @@ _BINS = (_OCTAVES << _SUB_BITS) + 2
 _SHIFT = 52 - _SUB_BITS
 _FIRST = (1023 + _LOWEST_OCTAVE) << _SUB_BITS
 
+# Ratios are taken of deltas within +-300 nats. No square, and no sum of 2**53 of them, leaves the
+# normal float64 then: exp(600) is 4e260 and exp(-600) 3e-261. A bound that is the same everywhere
+# lets one SUM reduce them; a shift by the largest delta would have to be reduced before.
 _LARGEST_LOG_RATIO = 300.0
+
+_MOST = 2.0**53  # float64 counts exactly below it
 
 # How far the probabilities of one support may sum from 1: fp32 rounding stays below, log-probs
 # normalised over the whole vocabulary miss it by the truncated mass.
@@ -73,16 +89,18 @@ class TallyTensors(NamedTuple):
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False, slots=True)
-class Tally:
+class Tally(ABC):
     """Sums and maxima over tokens, float64 `[K]` and `[M]`; read-only, equal by value.
 
-    `a + b` (or `a.merge(b)`) is the tally of both sets of tokens.
+    `a + b` (or `a.merge(b)`) is the tally of both sets of tokens. `sums` holds what `COUNTS` and
+    `SUMS` name, and then `BINS` counts of a histogram over the measured tokens.
 
     Raises:
         ReplayError: vectors of another length than this class has, a count that is no count, or a
             merge of tallies of two classes.
     """
 
+    COUNTS: ClassVar[tuple[str, ...]] = ("tokens", "non_finite")
     SUMS: ClassVar[tuple[str, ...]] = ()
     MAXIMA: ClassVar[tuple[str, ...]] = ()
     BINS: ClassVar[int] = 0
@@ -93,18 +111,23 @@ class Tally:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, sums: npt.ArrayLike | Tensor, maxima: npt.ArrayLike | Tensor) -> None:
-        own = _vector(sums, "sums", len(self.SUMS) + self.BINS)
-        counts = np.concatenate([own[:2], own[len(self.SUMS) :]])
-        # NaN fails the comparison, and `inf` the second one
-        if not ((counts >= 0) & (counts == np.floor(counts)) & (counts < 2.0**53)).all():
+        own = _vector(sums, "sums", self._num_sums())
+        bins = own[own.size - self.BINS :]
+        if not _are_counts(np.concatenate([own[: len(self.COUNTS)], bins])):
             raise _not_a_tally("counts", "non-negative integers", "other numbers")
+        if self.BINS and bins.sum() != own[0]:
+            raise _not_a_tally("bins", f"{own[0]:.0f} tokens in all", f"{bins.sum():.0f}")
         object.__setattr__(self, "sums", own)
         object.__setattr__(self, "maxima", _vector(maxima, "maxima", len(self.MAXIMA)))
 
     @classmethod
+    def _num_sums(cls) -> int:
+        return len(cls.COUNTS) + len(cls.SUMS) + cls.BINS
+
+    @classmethod
     def zero(cls) -> Self:
         """The tally of no token: `zero() + a == a`."""
-        return cls(np.zeros(len(cls.SUMS) + cls.BINS), np.zeros(len(cls.MAXIMA)))
+        return cls(np.zeros(cls._num_sums()), np.zeros(len(cls.MAXIMA)))
 
     @classmethod
     def from_tensors(cls, sums: Tensor, maxima: Tensor) -> Self:
@@ -138,9 +161,9 @@ class Tally:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.sums, self.maxima)
 
+    @abstractmethod
     def summary(self) -> dict[str, float]:
         """What there is to report, by name."""
-        return {"tokens": self.tokens, "non_finite": self.non_finite}
 
     @property
     def tokens(self) -> int:
@@ -153,7 +176,7 @@ class Tally:
         return int(self._sum("non_finite"))
 
     def _sum(self, name: str) -> float:
-        return float(self.sums[self.SUMS.index(name)])
+        return float(self.sums[(*self.COUNTS, *self.SUMS).index(name)])
 
     def _mean(self, name: str) -> float:
         """The sum over `tokens`; NaN where there are none."""
@@ -176,13 +199,17 @@ class LogProbMismatch(Tally):
       http://joschu.net/blog/kl-approx.html), for samples of the rollout policy.
     - `effective_sample_size`: `sum(ratio)**2 / sum(ratio**2)` (Kish), in tokens.
     - `mean_abs_delta`, `max_abs_delta`, and `quantile(q)` of `|delta|`.
+    - `clamped`: tokens with `|delta|` above 300. Their `ratio` is taken as e**300 or e**-300, so
+      that its square is a number, and so is `k3` where they are above. `k1` and whatever is of
+      `|delta|` have no bound. Where `clamped` is 0, nothing was bounded.
 
-    Means over no token are NaN. A token is `non_finite` where a log-prob is NaN or infinite. A
-    ratio beyond e**300 or below e**-300 is counted as that, so that its square is a number.
+    Means over no token are NaN. A token is `non_finite` where a log-prob, or `delta`, is NaN or
+    infinite.
     """
 
     __slots__ = ()
-    SUMS = ("tokens", "non_finite", "ratio", "ratio_squared", "k1", "k3", "abs_delta")
+    COUNTS = ("tokens", "non_finite", "clamped")
+    SUMS = ("ratio", "ratio_squared", "k1", "k3", "abs_delta")
     MAXIMA = ("abs_delta",)
     BINS = _BINS
 
@@ -191,6 +218,7 @@ class LogProbMismatch(Tally):
         cls,
         rollout_log_probs: Column,
         log_probs: Column,
+        *,
         loss_mask: Column | None = None,
     ) -> TallyTensors:
         """Measure on the device of `log_probs`, in float64, with no device-to-host sync.
@@ -211,23 +239,29 @@ class LogProbMismatch(Tally):
         finite = torch.isfinite(delta)
         measured = kept & finite
         delta = torch.where(measured, delta, 0.0)
-        near = delta.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
-        ratio = torch.where(measured, torch.exp(near), 0.0)
         magnitude = delta.abs()
-        totals = [measured, kept & ~finite, ratio, ratio * ratio, -delta]
-        totals += [torch.expm1(near) - delta, magnitude]
-        histogram = _histogram(magnitude, measured)
-        return TallyTensors(torch.cat([_totals(totals), histogram]), _maxima([magnitude]))
+        upper = delta.clamp_max(_LARGEST_LOG_RATIO)
+        ratio = torch.where(measured, upper.clamp_min(-_LARGEST_LOG_RATIO).exp(), 0.0)
+        counts = [measured, kept & ~finite, magnitude > _LARGEST_LOG_RATIO]
+        totals = [ratio, ratio * ratio, -delta, torch.expm1(upper) - upper, magnitude]
+        sums = torch.cat([_totals(counts + totals), _histogram(magnitude, measured)])
+        return TallyTensors(sums, _maxima([magnitude]))
 
     @classmethod
     def measure(
         cls,
         rollout_log_probs: Column,
         log_probs: Column,
+        *,
         loss_mask: Column | None = None,
     ) -> Self:
         """`tensors`, read at once."""
-        return cls.from_tensors(*cls.tensors(rollout_log_probs, log_probs, loss_mask))
+        return cls.from_tensors(*cls.tensors(rollout_log_probs, log_probs, loss_mask=loss_mask))
+
+    @property
+    def clamped(self) -> int:
+        """Measured tokens with `|delta|` above 300 nats, whose ratio is bounded."""
+        return int(self._sum("clamped"))
 
     @property
     def mean_ratio(self) -> float:
@@ -267,12 +301,10 @@ class LogProbMismatch(Tally):
         result is in `[x, 17/16 x]` for `x` in [2**-24, 64); in `[x, 2**-24]` below; and the
         maximum above. The bins merge exactly, so parts and whole give the same.
         """
-        if isinstance(q, bool) or not isinstance(q, int | float) or not 0 <= q <= 1:
-            raise _not_a_tally("q", "a number in [0, 1]", shown(q))
+        rank = _rank(q, self.tokens)
         if not self.tokens:
             return math.nan
-        rank = max(1, math.ceil(q * self.tokens))
-        at = int(np.searchsorted(np.cumsum(self.sums[len(self.SUMS) :]), rank))
+        at = int(np.searchsorted(np.cumsum(self.sums[-self.BINS :]), rank))
         return min(_bin_end(at), self.max_abs_delta)
 
     def summary(self) -> dict[str, float]:
@@ -280,6 +312,7 @@ class LogProbMismatch(Tally):
         return {
             "tokens": self.tokens,
             "non_finite": self.non_finite,
+            "clamped": self.clamped,
             "mean_ratio": self.mean_ratio,
             "k1": self.k1,
             "k3": self.k3,
@@ -306,7 +339,7 @@ class DriftSplit(Tally):
     """
 
     __slots__ = ()
-    SUMS = ("tokens", "non_finite", "drift", "truncation", "numeric", "abs_numeric")
+    SUMS = ("drift", "truncation", "numeric", "abs_numeric")
     MAXIMA = ("truncation", "abs_numeric")
 
     @classmethod
@@ -425,33 +458,218 @@ class DriftSplit(Tally):
 # Supports
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class SupportStatistics:
-    """Sizes and entropies of supports, row by row; mergeable with `+`, counts exactly.
+def support_log_probs(
+    logits: Float[Tensor, "T V"],
+    plan: ReplayPlan,
+    *,
+    temperature: float | Float[Tensor, " R"] = 1.0,
+) -> Float[Tensor, " N"]:
+    """The trainer's log-prob of every support id, normalised over its support.
+
+    The counterpart of `Rollout.support_log_probs`, in the same order: row after row, a row's ids
+    ascending, sample after sample. A plan of whole responses gives the values of
+
+        np.concatenate([rollout.support_log_probs for rollout in rollouts])
+
+    and one of a context-parallel rank those of its rows, `layout.response_indices(i)` of sample i:
+
+        rows = np.repeat(np.arange(len(mask)), mask.lengths)
+        rollout.support_log_probs[np.isin(rows, layout.response_indices(i))]
+
+    Unrestricted rows have no values, as their rows of the mask have no ids, although the plan
+    holds their sampled token. A plan with `num_missing > 0` has ids that the rollout's masks lack,
+    and the values of these too.
+
+    Equivalent to a log-softmax over each row's support, by one gather and sums over segments: no
+    loop, no dense mask, no device-to-host sync, no gradient.
 
     Args:
-        size_counts: int64 `[largest size + 1]`, how many rows have a support of each size; at 0
-            the unrestricted rows.
+        logits: float `[T, V]`, before temperature, with all columns of the vocabulary.
+        plan: the micro-batch, as `ReplayPlan.build` laid it out.
+        temperature: divides the logits; a number, or float `[R]` with one for each row.
+
+    Returns:
+        float32 `[N]`, float64 where the logits are; NaN in a row with a NaN, a +inf, or nothing
+        but -inf on its support.
+
+    Raises:
+        ReplayError: logits that do not fit the plan, a temperature not above 0, or a vocabulary
+            that is sharded: the ids of one support then lie on several ranks, and a rank has
+            values for its own alone.
+    """
+    check_kind(plan, ReplayPlan, "plan")
+    if plan.parallel.tp_size > 1:
+        raise ReplayError(
+            "the vocabulary is sharded",
+            expected="a plan with tp_size 1, and logits of the whole vocabulary",
+            got=f"tp_size {plan.parallel.tp_size}",
+            consequence="a rank would return its own part of each support, in no rollout's order",
+        )
+    plan.check_logits(logits)
+    divisor = row_temperature(temperature, plan, logits.dtype)
+    restricted = np.flatnonzero(~plan.host_unrestricted)
+    supports, index = plan.of_rows(restricted), to_device(restricted, plan.device)
+    row_of_id = supports.row_of_id()
+    at_ids = logits.detach()[plan.rows[index][row_of_id], supports.ids.long()]
+    x = at_ids.to(accumulator(logits.dtype))
+    x = x / (divisor[index][row_of_id] if isinstance(divisor, Tensor) else divisor)
+    top = _segments(x, "max", supports.offsets)
+    shifted = x - top[row_of_id]
+    total = _segments(shifted.double().exp(), "sum", supports.offsets)
+    return shifted - total.log().to(x.dtype)[row_of_id]
+
+
+class SupportKL(Tally):
+    """The exact KL(rollout || trainer) of restricted rows, over their supports, in nats.
+
+    What `support_kl` says row by row, summed over the tokens in the loss, on the device and
+    without raising over values. Unrestricted rows take no part: the engine says nothing of its
+    distribution there. A row is `non_finite` where its KL is NaN or infinite, and `unnormalised`
+    where the probabilities of one of the two do not sum to 1 (within 1e-3); neither is measured.
+    The mean over no token is NaN.
+    """
+
+    __slots__ = ()
+    COUNTS = ("tokens", "non_finite", "unnormalised")
+    SUMS = ("kl",)
+    MAXIMA = ("kl",)
+
+    @classmethod
+    def tensors(
+        cls,
+        masks: Masks,
+        rollout_support_log_probs: Column,
+        trainer_support_log_probs: Column,
+        *,
+        loss_mask: Column | None = None,
+    ) -> TallyTensors:
+        """Measure on the device of the trainer's, in float64, with no device-to-host sync.
+
+        Args:
+            masks: the supports, `n` rows and `N` ids; or a list with a mask for each sample.
+            rollout_support_log_probs: float `[N]`, or a list with a piece for each sample
+                (`Rollout.support_log_probs`).
+            trainer_support_log_probs: float `[N]`, or such a list (see `support_log_probs`).
+            loss_mask: bool or 0/1 `[n]`, or such a list. As in `LogProbMismatch.tensors`.
+
+        Raises:
+            ReplayError: lengths that differ, or anything that is no such mask or column.
+        """
+        old = _pieces(rollout_support_log_probs, "rollout_support_log_probs", "f")
+        new = _pieces(trainer_support_log_probs, "trainer_support_log_probs", "f")
+        flags = _flags(loss_mask)
+        mask = _joined_masks(masks, old, new, flags)
+        device = _device_of(new.parts)
+        restricted = np.flatnonzero(mask.lengths)
+        index = to_device(restricted, device)
+        offsets = to_device(np.append(mask.offsets[restricted], mask.ids.size), device)
+        kept = _kept(flags, len(mask), device)[index]
+        log_q, log_p = (column.joined(torch.float64, device) for column in (old, new))
+        kl = _segments(_kl_terms(log_q, log_p), "sum", offsets)
+        masses = [_segments(values.exp(), "sum", offsets) for values in (log_q, log_p)]
+        off = [(mass - 1).abs() > _MASS_TOLERANCE for mass in masses]
+        finite, unnormalised = torch.isfinite(kl), off[0] | off[1]
+        measured = kept & finite & ~unnormalised
+        kl = torch.where(measured, kl, 0.0)
+        counts = [measured, kept & ~finite, kept & finite & unnormalised]
+        return TallyTensors(_totals([*counts, kl]), _maxima([kl]))
+
+    @classmethod
+    def measure(
+        cls,
+        masks: Masks,
+        rollout_support_log_probs: Column,
+        trainer_support_log_probs: Column,
+        *,
+        loss_mask: Column | None = None,
+    ) -> Self:
+        """`tensors`, read at once."""
+        sums, maxima = cls.tensors(
+            masks, rollout_support_log_probs, trainer_support_log_probs, loss_mask=loss_mask
+        )
+        return cls.from_tensors(sums, maxima)
+
+    @property
+    def unnormalised(self) -> int:
+        """Restricted rows in the loss that were left out: their probabilities do not sum to 1."""
+        return int(self._sum("unnormalised"))
+
+    @property
+    def mean_kl(self) -> float:
+        """Mean KL of a measured row."""
+        return self._mean("kl")
+
+    @property
+    def max_kl(self) -> float:
+        """Largest KL of a row; 0 of no token."""
+        return self._max("kl")
+
+    def summary(self) -> dict[str, float]:
+        """What there is to report, by name."""
+        return {
+            "tokens": self.tokens,
+            "non_finite": self.non_finite,
+            "unnormalised": self.unnormalised,
+            "mean_kl": self.mean_kl,
+            "max_kl": self.max_kl,
+        }
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SupportStatistics:
+    """Sizes and entropies of supports, row by row; read-only, equal by value.
+
+    `a + b` (or `a.merge(b)`) is the statistics of both sets of rows, counts exactly. Rows that the
+    loss mask leaves out (the tool tokens of merged turns) are counted in `outside_loss`, and in
+    nothing else: no sampler was restricted to their supports. Across ranks:
+
+        sums, maxima = SupportStatistics.of(rollouts).to_tensors(vocab_size, device)
+        dist.all_reduce(sums, dist.ReduceOp.SUM)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        statistics = SupportStatistics.from_tensors(sums, maxima)
+
+    Args:
+        size_counts: int `[m]`, how many rows have a support of each size; at 0 the unrestricted
+            rows. Kept as int64 `[max_size + 1]`, without zeros at the end.
         entropy_rows: rows whose support's entropy is known: the restricted rows of rollouts with
             `support_log_probs`.
         entropy_sum, entropy_max: of those, in nats.
+        outside_loss: rows that the loss mask leaves out.
+
+    Raises:
+        ReplayError: counts that are none, entropies that are negative or not finite, or those of
+            more rows than are restricted.
     """
 
     size_counts: IntArray
     entropy_rows: int = 0
     entropy_sum: float = 0.0
     entropy_max: float = 0.0
+    outside_loss: int = 0
 
     __hash__ = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        counts = integer_array(self.size_counts, "size_counts")
-        numbers = (self.entropy_rows, self.entropy_sum, self.entropy_max)
-        sound = counts.size > 0 and bool((counts >= 0).all())
-        if not sound or not all(isinstance(n, int | float) and 0 <= n < math.inf for n in numbers):
-            got = f"{shown(self.size_counts)}, {numbers}"
-            raise _not_a_tally("the statistics", "counts and sums that are not negative", got)
-        object.__setattr__(self, "size_counts", frozen(counts.copy()))
+        given = integer_array(self.size_counts, "size_counts")
+        # in float64, which does not wrap around: neither rows nor ids may be more than it counts
+        ids = given.astype(np.float64) @ np.maximum(np.arange(given.size), 1)
+        if not given.size or (given < 0).any() or not ids < _MOST:
+            got = f"{shown(self.size_counts)}, of {ids:.0f} ids"
+            raise _not_a_tally("size_counts", "at least one count, none below 0", got)
+        counts = np.trim_zeros(given[1:], "b")
+        counts = np.concatenate([given[:1], counts])
+        object.__setattr__(self, "size_counts", frozen(counts))
+        for name in ("entropy_rows", "outside_loss"):
+            object.__setattr__(self, name, _row_count(getattr(self, name), name))
+        for name in ("entropy_sum", "entropy_max"):
+            object.__setattr__(self, name, _finite_number(getattr(self, name), name))
+        restricted = self.rows - self.unrestricted
+        if self.entropy_rows > restricted:
+            raise _not_a_tally("entropy_rows", f"at most {restricted}", f"{self.entropy_rows}")
+        entropies = (self.entropy_sum, self.entropy_max)
+        if min(entropies) < 0 or (not self.entropy_rows and max(entropies) > 0):
+            got = f"sum {self.entropy_sum} and maximum {self.entropy_max}"
+            raise _not_a_tally("entropies", "none below 0, and 0 of no row", got)
 
     @classmethod
     def zero(cls) -> SupportStatistics:
@@ -460,23 +678,62 @@ class SupportStatistics:
 
     @classmethod
     def of(cls, rollouts: Rollout | Iterable[Rollout]) -> SupportStatistics:
-        """Those of every response row of the rollouts, tool tokens too: they are forced rows."""
-        if not isinstance(rollouts, Rollout | Iterable):
-            raise _not_a_tally("what is measured", "rollouts", shown(rollouts))
-        total = cls.zero()
-        for rollout in [rollouts] if isinstance(rollouts, Rollout) else rollouts:
-            if not isinstance(rollout, Rollout):
-                raise _not_a_tally("what is measured", "a Rollout", shown(rollout))
-            mask = rollout.sampling_mask
-            counts = np.bincount(mask.lengths, minlength=1)
-            if rollout.support_log_probs is None:
-                total += cls(counts)
-                continue
-            entropy = support_entropy(mask, rollout.support_log_probs)[~mask.unrestricted]
-            total += cls(
-                counts, entropy.size, float(entropy.sum()), float(entropy.max(initial=0.0))
+        """Those of the response rows of the rollouts."""
+        listed: Any = rollouts if is_iterable(rollouts) else [rollouts]
+        return sum((cls._of_one(rollout) for rollout in listed), cls.zero())
+
+    @classmethod
+    def _of_one(cls, rollout: Any) -> SupportStatistics:
+        if not isinstance(rollout, Rollout):
+            raise ReplayError(
+                "what is measured is no rollout",
+                expected="a Rollout, or an iterable of such",
+                got=shown(rollout),
+                consequence="there would be no supports to measure",
             )
-        return total
+        mask, kept = rollout.sampling_mask, rollout.loss_mask
+        counts = np.bincount(mask.lengths[kept], minlength=1)
+        outside = int(kept.size - np.count_nonzero(kept))
+        if rollout.support_log_probs is None:
+            return cls(counts, outside_loss=outside)
+        entropy = support_entropy(mask, rollout.support_log_probs)[kept & ~mask.unrestricted]
+        largest = float(entropy.max(initial=0.0))
+        return cls(counts, entropy.size, float(entropy.sum()), largest, outside)
+
+    @classmethod
+    def from_tensors(cls, sums: Tensor, maxima: Tensor) -> SupportStatistics:
+        """Read (reduced) tensors of `to_tensors`; this waits for the device."""
+        own, (largest,) = _vector(sums, "sums", None), _vector(maxima, "maxima", 1).tolist()
+        counts = np.delete(own, [2]) if own.size > 3 else np.full(1, math.nan)
+        if not _are_counts(counts):
+            raise _not_a_tally("counts", "those of to_tensors", shown(own))
+        outside, rows, *_ = counts.astype(np.int64).tolist()
+        return cls(own[3:].astype(np.int64), rows, float(own[2]), largest, outside)
+
+    def to_tensors(self, max_size: int, device: torch.device | str | None = None) -> TallyTensors:
+        """The statistics as two float64 tensors, for a reduction.
+
+        Args:
+            max_size: the largest size there is a count for, the same on every rank; the size of
+                the vocabulary is always enough.
+            device: where the tensors shall be.
+
+        Returns:
+            sums `[max_size + 4]`: `outside_loss`, `entropy_rows`, `entropy_sum`, and
+            `size_counts` from 0 to `max_size`. maxima `[1]`: `entropy_max`.
+
+        Raises:
+            ReplayError: a support larger than `max_size`.
+        """
+        padding = check_count(max_size, "max_size") - self.max_size
+        if padding < 0:
+            raise _not_a_tally("sizes", f"none above max_size={max_size}", f"{self.max_size}")
+        head = np.array([self.outside_loss, self.entropy_rows, self.entropy_sum])
+        sums = np.concatenate([head, self.size_counts, np.zeros(padding)])
+        return TallyTensors(
+            torch.tensor(sums, device=device),
+            torch.tensor([self.entropy_max], dtype=torch.float64, device=device),
+        )
 
     def merge(self, other: SupportStatistics) -> SupportStatistics:
         """The statistics of the rows of both."""
@@ -490,49 +747,45 @@ class SupportStatistics:
             self.entropy_rows + other.entropy_rows,
             self.entropy_sum + other.entropy_sum,
             max(self.entropy_max, other.entropy_max),
+            self.outside_loss + other.outside_loss,
         )
 
-    __add__ = merge
+    def __add__(self, other: SupportStatistics) -> SupportStatistics:
+        return self.merge(other) if isinstance(other, SupportStatistics) else NotImplemented
 
-    def to_tensors(self, max_size: int, device: torch.device | str | None = None) -> TallyTensors:
-        """Float64 sums `[max_size + 3]` and maxima `[1]`, for a SUM and a MAX all-reduce.
-
-        Args:
-            max_size: the largest support that any rank may have: the cap of the sampler.
-        """
-        limit = check_count(max_size, "max_size")
-        if self.size_counts.size > limit + 1:
-            got = f"a support of {self.size_counts.size - 1} ids"
-            raise _not_a_tally("the sizes", f"at most {limit} ids", got)
-        sums = np.zeros(limit + 3)
-        sums[: self.size_counts.size] = self.size_counts
-        sums[-2:] = self.entropy_rows, self.entropy_sum
-        return TallyTensors(
-            torch.tensor(sums, device=device),
-            torch.tensor([self.entropy_max], dtype=torch.float64, device=device),
-        )
-
-    @classmethod
-    def from_tensors(cls, sums: Tensor, maxima: Tensor) -> SupportStatistics:
-        """Read (reduced) tensors; this waits for the device."""
-        own, most = _vector(sums, "sums", sums.numel()), _vector(maxima, "maxima", 1)
-        counts = np.trim_zeros(own[:-2], "b")
-        whole = np.zeros(max(1, counts.size), np.int64)
-        whole[: counts.size] = counts
-        return cls(whole, int(own[-2]), float(own[-1]), float(most[0]))
+    def _scalars(self) -> tuple[int, float, float, int]:
+        return self.entropy_rows, self.entropy_sum, self.entropy_max, self.outside_loss
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SupportStatistics):
             return NotImplemented
-        ours, theirs = (
-            (np.trim_zeros(s.size_counts, "b").tolist(), s.entropy_rows, s.entropy_sum)
-            for s in (self, other)
-        )
-        return ours == theirs and self.entropy_max == other.entropy_max
+        same_sizes = np.array_equal(self.size_counts, other.size_counts)
+        return same_sizes and self._scalars() == other._scalars()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SupportStatistics, (self.size_counts, *self._scalars())
+
+    def summary(self) -> dict[str, float]:
+        """What there is to report, by name; NaN where it is unknown."""
+        median, high = (self.size_quantile(q) for q in (0.5, 0.99))
+        return {
+            "rows": self.rows,
+            "outside_loss": self.outside_loss,
+            "unrestricted": self.unrestricted,
+            "forced": self.forced,
+            "ids": self.ids,
+            "mean_size": self.mean_size,
+            "p50_size": math.nan if median is None else median,
+            "p99_size": math.nan if high is None else high,
+            "max_size": self.max_size,
+            "entropy_rows": self.entropy_rows,
+            "mean_entropy": self.mean_entropy,
+            "max_entropy": self.entropy_max,
+        }
 
     @property
     def rows(self) -> int:
-        """All rows."""
+        """All rows in the loss."""
         return int(self.size_counts.sum())
 
     @property
@@ -542,7 +795,7 @@ class SupportStatistics:
 
     @property
     def forced(self) -> int:
-        """Rows with a single id: greedy steps, tool output."""
+        """Rows with a single id: greedy steps."""
         return int(self.size_counts[1]) if self.size_counts.size > 1 else 0
 
     @property
@@ -557,24 +810,23 @@ class SupportStatistics:
         return self.ids / restricted if restricted else math.nan
 
     @property
+    def max_size(self) -> int:
+        """Largest size of a restricted row; 0 of none."""
+        return self.size_counts.size - 1
+
+    @property
     def mean_entropy(self) -> float:
         """Mean entropy of the supports where it is known, in nats, NaN where none is."""
         return self.entropy_sum / self.entropy_rows if self.entropy_rows else math.nan
 
-    def size_percentile(self, percent: float) -> int | None:
-        """The `ceil(percent / 100 * rows)`-th smallest size (at least the first), exactly.
+    def size_quantile(self, q: float) -> int | None:
+        """The `ceil(q * rows)`-th smallest size (at least the first), exactly.
 
         Over the restricted rows; None where there is none.
         """
-        in_range = isinstance(percent, int | float) and 0 <= percent <= 100
-        if isinstance(percent, bool) or not in_range:
-            raise _not_a_tally("the percentile", "a number in [0, 100]", shown(percent))
         counts = self.size_counts[1:]
-        total = int(counts.sum())
-        if not total:
-            return None
-        rank = max(1, math.ceil(percent / 100 * total))
-        return int(np.searchsorted(np.cumsum(counts), rank)) + 1
+        rank = _rank(q, int(counts.sum()))
+        return int(np.searchsorted(np.cumsum(counts), rank)) + 1 if counts.size else None
 
 
 def support_entropy(mask: RolloutSamplingMask, support_log_probs: Any) -> Float64Array:
@@ -594,20 +846,26 @@ def support_entropy(mask: RolloutSamplingMask, support_log_probs: Any) -> Float6
 
 
 def support_kl(
-    mask: RolloutSamplingMask, rollout_support_log_probs: Any, trainer_support_log_probs: Any
+    mask: RolloutSamplingMask,
+    rollout_support_log_probs: Any,
+    trainer_support_log_probs: Any,
+    *,
+    loss_mask: Piece | None = None,
 ) -> Float64Array:
     """float64 `[n]`: the exact KL(rollout || trainer) of each row, over its support.
 
     With q the rollout's and p the trainer's distribution over the row's ids, the sum of
     `q log(q / p) - q + p`: the KL, since both sum to 1, in a form of which no term is negative and
-    whose rounding errors do not pass for divergence. NaN where the row is unrestricted: the engine
-    says nothing of q there.
+    whose rounding errors do not pass for divergence. NaN where the row is unrestricted, since the
+    engine says nothing of q there, and where the loss mask leaves it out. `SupportKL` sums it over
+    a batch, on the device.
 
     Args:
         mask: the supports.
         rollout_support_log_probs: float `[N]`, log q of each id (`Rollout.support_log_probs`).
-        trainer_support_log_probs: float `[N]`, log p of each id, normalised over the support: the
-            trainer's logits at the ids, less each row's logsumexp.
+        trainer_support_log_probs: float `[N]`, log p of each id, normalised over the support
+            (`support_log_probs`).
+        loss_mask: bool or 0/1 `[n]`, true where the row takes part. All if None.
 
     Raises:
         ReplayError: another number of values than ids, a value that is no log-prob (-inf too: it
@@ -615,15 +873,43 @@ def support_kl(
     """
     log_q = _per_id(rollout_support_log_probs, "rollout_support_log_probs", mask)
     log_p = _per_id(trainer_support_log_probs, "trainer_support_log_probs", mask)
-    delta = log_p - log_q
-    q, near = np.exp(log_q), np.minimum(delta, 1.0)
-    # where p is far above q, exp(delta) may overflow though q exp(delta) = p does not
-    far = np.exp(log_p) - q - q * delta
-    return _row_sums(np.where(delta < 1, q * (np.expm1(near) - near), far), mask)
+    kl = _row_sums(_kl_terms(torch.tensor(log_q), torch.tensor(log_p)).numpy(), mask)
+    if loss_mask is not None:
+        flags = _piece(loss_mask, "loss_mask", "biu")
+        rows = {"the mask": len(mask), "loss_mask": flags.numel()}
+        _check_lengths({name: _Lengths([count], False) for name, count in rows.items()}, "tokens")
+        kl[flags.cpu().numpy() == 0] = math.nan
+    return kl
+
+
+def _joined_masks(
+    masks: Masks, old: _Pieces, new: _Pieces, flags: dict[str, _Pieces]
+) -> RolloutSamplingMask:
+    """The masks as one, checked against the values of their ids and the flags of their rows."""
+    alone = isinstance(masks, RolloutSamplingMask)
+    listed: Any = [masks] if alone else list(masks) if is_iterable(masks) else masks
+    mask = RolloutSamplingMask.concat(listed)
+    ids = _Lengths([one.ids.size for one in listed], not alone)
+    rows = _Lengths([len(one) for one in listed], not alone)
+    values = {"rollout_support_log_probs": old, "trainer_support_log_probs": new}
+    for own, columns, of in ((ids, values, "support ids"), (rows, flags, "tokens")):
+        given = {name: column.lengths for name, column in columns.items()}
+        _check_lengths({"the sampling masks": own, **given}, of)
+    return mask
+
+
+def _kl_terms(log_q: Float[Tensor, " N"], log_p: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """`q log(q / p) - q + p` of each id."""
+    delta, q = log_p - log_q, log_q.exp()
+    near = delta.clamp_max(1.0)
+    # where p is far above q, exp(delta) may overflow though q * exp(delta) = p does not
+    far = log_p.exp() - q - q * delta
+    return torch.where(delta < 1, q * (torch.expm1(near) - near), far)
 
 
 def _per_id(values: Any, name: str, mask: RolloutSamplingMask) -> Float64Array:
     """float64 `[N]`, checked: log-probs that are normalised over each support."""
+    check_kind(mask, RolloutSamplingMask, "mask")
     if isinstance(values, np.ndarray | Tensor):  # before a wrong length is blamed on some row
         values = host_array(values, "f", 1, lambda got: _not_a_column(name, got))
     if isinstance(values, np.ndarray | list | tuple) and len(values) != mask.ids.size:
@@ -633,9 +919,8 @@ def _per_id(values: Any, name: str, mask: RolloutSamplingMask) -> Float64Array:
             got=f"{len(values)}",
             consequence=_WRONG_PAIRS,
         )
-    # float32 checks the values; a float64 array is measured as it is
-    checked = log_prob_array(values, name, mask)
-    own = np.asarray(values if isinstance(values, np.ndarray) else checked, dtype=np.float64)
+    log_prob_array(values, name, mask)  # checks them as float32; they are measured as they are
+    own = np.asarray(values, dtype=np.float64)
     mass = _row_sums(np.exp(own), mask)
     off = np.abs(mass - 1.0) > _MASS_TOLERANCE  # NaN, of unrestricted rows, is not above it
     if off.any():
@@ -659,7 +944,55 @@ def _row_sums(values: Float64Array, mask: RolloutSamplingMask) -> Float64Array:
     return sums
 
 
+def _segments(
+    values: Float[Tensor, " N"], reduce: str, offsets: Int[Tensor, " rows+1"]
+) -> Float[Tensor, " rows"]:
+    """The sum or max of each segment, none of them empty; summed in order on every device."""
+    if offsets.numel() == 1:  # a kernel over no segment cannot be launched
+        return values.new_zeros(0)
+    # unsafe spares the sync that checks offsets which this module has made itself
+    reduced: Tensor = torch.segment_reduce(values, reduce, offsets=offsets, unsafe=True)
+    return reduced
+
+
+def _row_count(value: Any, name: str) -> int:
+    if not is_integer(value) or not 0 <= value < _MOST:
+        raise _not_a_tally(name, "a non-negative integer", shown(value))
+    return int(value)
+
+
+def _finite_number(value: Any, name: str) -> float:
+    number = isinstance(value, float) or is_integer(value)
+    if not number or not abs(value) <= sys.float_info.max:
+        raise _not_a_tally(name, "a finite number", shown(value))
+    return float(value)
+
+
 # Columns
+
+
+class _Lengths(NamedTuple):
+    """What columns must have in common."""
+
+    counts: list[int]
+    by_sample: bool
+    """whether there is one for each sample"""
+
+
+class _Pieces(NamedTuple):
+    """A column as detached tensors."""
+
+    parts: list[Tensor]
+    by_sample: bool
+    """whether it came as a list with a piece for each sample"""
+
+    @property
+    def lengths(self) -> _Lengths:
+        return _Lengths([part.numel() for part in self.parts], self.by_sample)
+
+    def joined(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        own = [part.to(device=device, dtype=dtype) for part in self.parts]
+        return torch.cat([torch.zeros(0, dtype=dtype, device=device), *own])
 
 
 def _columns(
@@ -667,33 +1000,41 @@ def _columns(
 ) -> tuple[list[Float[Tensor, " R"]], Bool[Tensor, " R"]]:
     """float64 columns of one length on the device of the trainer's, and the loss mask as bool."""
     pieces = {name: _pieces(values, name, "f") for name, values in named.items()}
-    if loss_mask is not None:
-        pieces["loss_mask"] = _pieces(loss_mask, "loss_mask", "biu")
-    _check_lengths(pieces)
-    trainers = [p for name in named if name != "rollout_log_probs" for p in pieces[name]]
-    device = trainers[0].device if trainers else torch.device("cpu")
-    columns = [_joined(pieces[name], torch.float64, device) for name in named]
-    if loss_mask is None:
-        return columns, torch.ones_like(columns[0], dtype=torch.bool)
-    return columns, _joined(pieces["loss_mask"], torch.bool, device)
+    flags = _flags(loss_mask)
+    _check_lengths({name: column.lengths for name, column in {**pieces, **flags}.items()}, "tokens")
+    trainers = [p for name in named if name != "rollout_log_probs" for p in pieces[name].parts]
+    device = _device_of(trainers)
+    columns = [pieces[name].joined(torch.float64, device) for name in named]
+    return columns, _kept(flags, columns[0].numel(), device)
 
 
-def _joined(pieces: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    own = [piece.to(device=device, dtype=dtype) for piece in pieces]
-    return torch.cat([torch.zeros(0, dtype=dtype, device=device), *own])
+def _flags(loss_mask: Any) -> dict[str, _Pieces]:
+    """The loss mask under its name; nothing where none was given."""
+    return {} if loss_mask is None else {"loss_mask": _pieces(loss_mask, "loss_mask", "biu")}
 
 
-def _pieces(values: Any, name: str, kinds: str) -> list[Tensor]:
-    """A column, or a list with a piece for each sample, as detached tensors."""
+def _kept(flags: dict[str, _Pieces], rows: int, device: torch.device) -> Bool[Tensor, " R"]:
+    """The rows in the loss: all where no mask was given."""
+    if not flags:
+        return torch.ones(rows, dtype=torch.bool, device=device)
+    return flags["loss_mask"].joined(torch.bool, device)
+
+
+def _device_of(parts: list[Tensor]) -> torch.device:
+    return parts[0].device if parts else torch.device("cpu")
+
+
+def _pieces(values: Any, name: str, kinds: str) -> _Pieces:
+    """A column, or a list with a piece for each sample."""
     if not isinstance(values, list | tuple):
-        return [_piece(values, name, kinds)]
+        return _Pieces([_piece(values, name, kinds)], False)
     pieces = []
     for sample, value in enumerate(values):
         try:
             pieces.append(_piece(value, name, kinds))
         except ReplayError as error:
             raise error.located(sample=sample) from None
-    return pieces
+    return _Pieces(pieces, True)
 
 
 def _piece(values: Any, name: str, kinds: str) -> Tensor:
@@ -714,24 +1055,36 @@ def _piece(values: Any, name: str, kinds: str) -> Tensor:
     return column
 
 
-def _check_lengths(pieces: dict[str, list[Tensor]]) -> None:
-    """All columns must have the same number of tokens, sample by sample where all are in pieces."""
-    first, *others = pieces
-    for name in others:
-        ours, theirs = ([p.numel() for p in pieces[key]] for key in (first, name))
-        in_pieces = len(ours) == len(theirs) > 1
-        apart = len(ours) > 1 and len(theirs) > 1 and not in_pieces
-        if ours != theirs and (in_pieces or apart or sum(ours) != sum(theirs)):
-            at = [a != b for a, b in zip(ours, theirs, strict=True)].index(True) if in_pieces else 0
-            raise ReplayError(
-                f"{name} and {first} differ in length",
-                expected=f"{len(ours)} samples"
-                if apart
-                else f"{ours[at] if in_pieces else sum(ours)} tokens",
-                got=f"{len(theirs) if apart else theirs[at] if in_pieces else sum(theirs)}",
-                consequence=_WRONG_PAIRS,
-                sample=at if in_pieces else None,
-            )
+def _check_lengths(lengths: dict[str, _Lengths], of: str) -> None:
+    """All columns must be of one length, sample by sample where two come in samples."""
+    first, *others = lengths
+    in_samples = [name for name in lengths if lengths[name].by_sample]
+    pairs = [(first, name) for name in others]
+    pairs += [(in_samples[0], name) for name in in_samples[1:] if in_samples[0] != first]
+    for model, name in pairs:
+        by_sample = model in in_samples and name in in_samples
+        wanted, got = (
+            lengths[key].counts if by_sample else [sum(lengths[key].counts)]
+            for key in (model, name)
+        )
+        if len(wanted) != len(got):
+            raise _unequal(name, model, f"{len(wanted)} samples", len(got))
+        if wanted != got:
+            at = [a != b for a, b in zip(wanted, got, strict=True)].index(True)
+            sample = at if by_sample else None
+            raise _unequal(name, model, f"{wanted[at]} {of}", got[at], sample)
+
+
+def _unequal(
+    name: str, model: str, expected: str, got: int, sample: int | None = None
+) -> ReplayError:
+    return ReplayError(
+        f"{name} and {model} differ in length",
+        expected=expected,
+        got=f"{got}",
+        consequence=_WRONG_PAIRS,
+        sample=sample,
+    )
 
 
 def _totals(parts: list[Tensor]) -> Float[Tensor, " K"]:
@@ -760,15 +1113,26 @@ def _bin_end(index: int) -> float:
 # Checks
 
 
-def _vector(values: Any, name: str, length: int) -> Float64Array:
-    """`values` as a read-only float64 copy of this length."""
+def _vector(values: Any, name: str, length: int | None) -> Float64Array:
+    """`values` as a read-only float64 copy, of this length unless it is None."""
     own = np.asarray(values) if isinstance(values, list | tuple) else values
     host = host_array(own, "f", 1, lambda got: _not_a_tally(name, "float64 numbers", got))
-    if host.size != length or host.dtype != np.float64:  # float32 would round the counts
-        raise _not_a_tally(name, f"{length} float64 numbers", f"{host.size} of {host.dtype}")
-    copy = host.copy()
-    copy.flags.writeable = False
-    return copy
+    wanted = host.size if length is None else length
+    if host.size != wanted or host.dtype != np.float64:  # float32 would round the counts
+        raise _not_a_tally(name, f"{wanted} float64 numbers", f"{host.size} of {host.dtype}")
+    return frozen(host.copy())
+
+
+def _are_counts(values: Float64Array) -> bool:
+    """Are all of them integers that float64 counts exactly? NaN and infinities are none."""
+    return bool(((values >= 0) & (values < _MOST) & (values == np.floor(values))).all())
+
+
+def _rank(q: Any, count: int) -> int:
+    """Which of `count` numbers in ascending order is their q-quantile, from 1."""
+    if isinstance(q, bool) or not isinstance(q, int | float) or not 0 <= q <= 1:
+        raise _not_a_tally("q", "a number in [0, 1]", shown(q))
+    return max(1, math.ceil(q * count))
 
 
 def _not_a_tally(name: str, expected: str, got: str) -> ReplayError:

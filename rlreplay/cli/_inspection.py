@@ -247,7 +247,7 @@ def _supports_to_dict(supports: SupportStatistics) -> dict[str, Any]:
     return {
         "support_size": {
             "mean": supports.mean_size if supports.ids else None,
-            "percentiles": {str(p): supports.size_percentile(p) for p in PERCENTILES},
+            "percentiles": {str(p): supports.size_quantile(p / 100) for p in PERCENTILES},
             "ids": supports.ids,
         },
         "support_entropy": {

@@ -15,19 +15,32 @@ from rlreplay import Rollout, RolloutSamplingMask
 from rlreplay.diagnostics import (
     DriftSplit,
     LogProbMismatch,
+    SupportKL,
     SupportStatistics,
     Tally,
     support_entropy,
     support_kl,
+    support_log_probs,
 )
 from rlreplay.engines import sglang
 from rlreplay.errors import ReplayError
+from rlreplay.layout import RowLayout
+from rlreplay.plan import ReplayPlan
+from rlreplay.scores import score_logits
 from tests.fast.payloads import (
     ANSWERS,
     NO_PLAIN_TENSORS,
     drawn_responses,
     fixture,
     tensors_that_numpy_lacks,
+)
+from tests.fast.strategies import (
+    MicroBatch,
+    agreeing_peers,
+    make_batch,
+    micro_batches,
+    parallel_state,
+    refused,
 )
 
 LOG_PROB = st.floats(-50, 0, width=32)
@@ -42,13 +55,18 @@ def columns(tokens):
     return [torch.tensor(c, dtype=d) for c, d in zip((old, new, kept), dtypes, strict=True)]
 
 
+def measured(tokens):
+    old, new, kept = columns(tokens)
+    return LogProbMismatch.measure(old, new, loss_mask=kept)
+
+
 def kept_deltas(tokens):
     return [new - old for old, new, kept in tokens if kept]
 
 
 def assert_sums_agree(a: Tally, b: Tally, terms: int):
     """Counts and maxima to the bit, sums to rounding of the parts."""
-    counts = [0, 1, *range(len(a.SUMS), a.sums.size)]
+    counts = [*range(len(a.COUNTS)), *range(len(a.COUNTS) + len(a.SUMS), a.sums.size)]
     assert np.array_equal(a.sums[counts], b.sums[counts])
     assert np.array_equal(a.maxima, b.maxima)
     # the signed sums are of numbers no larger than 50 each; the others have no cancellation
@@ -58,7 +76,7 @@ def assert_sums_agree(a: Tally, b: Tally, terms: int):
 
 @given(TOKENS)
 def test_mismatch_is_what_plain_python_computes(tokens):
-    mismatch = LogProbMismatch.measure(*columns(tokens))
+    mismatch = measured(tokens)
 
     deltas = kept_deltas(tokens)
     assert mismatch.tokens == len(deltas)
@@ -127,8 +145,8 @@ def test_quantiles_are_rounded_up_by_at_most_a_sixteenth(sizes, q):
 
 @given(st.lists(TOKENS, min_size=1, max_size=4))
 def test_parts_add_up_to_the_whole_in_any_grouping(parts):
-    whole = LogProbMismatch.measure(*columns(list(itertools.chain(*parts))))
-    tallies = [LogProbMismatch.measure(*columns(part)) for part in parts]
+    whole = measured(list(itertools.chain(*parts)))
+    tallies = [measured(part) for part in parts]
     terms = sum(map(len, parts))
 
     left = sum(tallies, LogProbMismatch.zero())
@@ -145,7 +163,9 @@ def test_parts_add_up_to_the_whole_in_any_grouping(parts):
 
 @given(st.lists(TOKENS, min_size=2, max_size=3))
 def test_two_reductions_do_what_merging_does(parts):
-    ranks = [LogProbMismatch.tensors(*columns(part)) for part in parts]
+    ranks = [
+        LogProbMismatch.tensors(old, new, loss_mask=kept) for old, new, kept in map(columns, parts)
+    ]
 
     sums = torch.stack([rank.sums for rank in ranks]).sum(dim=0)
     maxima = torch.stack([rank.maxima for rank in ranks]).amax(dim=0)
@@ -185,23 +205,25 @@ def test_what_cannot_be_measured_is_counted_and_left_out(old, new):
     mismatch = LogProbMismatch.measure(np.array([-1.0, old, -2.0]), np.array([-1.5, new, -1.0]))
 
     assert (mismatch.tokens, mismatch.non_finite) == (2, 1)
-    assert np.array_equal(mismatch.sums[2:], rest.sums[2:])
+    assert np.array_equal(mismatch.sums[2:], rest.sums[2:])  # all but the two counts
     masked_out = LogProbMismatch.measure(
-        np.array([-1.0, old]), np.array([-1.5, new]), np.array([True, False])
+        np.array([-1.0, old]), np.array([-1.5, new]), loss_mask=np.array([True, False])
     )
     assert (masked_out.tokens, masked_out.non_finite) == (1, 0)
 
 
 @pytest.mark.parametrize("delta", [-899.0, -400.0, 400.0, 899.0])
 def test_ratios_that_no_float_holds_are_measured(delta):
-    """They count as e**300 or e**-300; their distance is what it is."""
+    """They count as e**300 or e**-300, and apart; their distance is what it is."""
     old = np.full(4, -1000.0)
     mismatch = LogProbMismatch.measure(old, old + delta)
 
     ratio = math.exp(math.copysign(300, delta))
     assert (mismatch.tokens, mismatch.non_finite) == (4, 0)
     assert mismatch.mean_ratio == pytest.approx(ratio, rel=1e-12)
-    assert mismatch.k3 == pytest.approx(ratio - 1 - delta, rel=1e-12)
+    assert mismatch.clamped == mismatch.summary()["clamped"] == 4
+    assert mismatch.k3 == pytest.approx(ratio - 1 - min(delta, 300), rel=1e-12)
+    assert mismatch.k1 == -delta
     assert mismatch.max_abs_delta == mismatch.quantile(0.5) == abs(delta)
     assert mismatch.effective_sample_size == pytest.approx(4, rel=1e-12)
 
@@ -210,12 +232,48 @@ def test_the_worst_token_is_seen_beside_ordinary_ones():
     mismatch = LogProbMismatch.measure(np.array([-1.0, -401.0]), np.array([-1.0, -1.0]))
 
     assert (mismatch.tokens, mismatch.max_abs_delta, mismatch.quantile(1.0)) == (2, 400, 400)
+    assert (mismatch.clamped, mismatch.non_finite) == (1, 0)
+    assert mismatch.effective_sample_size == pytest.approx(1, rel=1e-12)
+
+
+@given(st.lists(st.floats(-1e300, 0), min_size=1, max_size=9), st.randoms(use_true_random=False))
+def test_no_finite_log_prob_breaks_a_bound(values, random):
+    old, new = np.array(values), np.array(random.sample(values, len(values)))
+
+    mismatch = LogProbMismatch.measure(old, new)
+
+    assert mismatch.tokens == len(values)
+    assert mismatch.clamped == sum(abs(b - a) > 300 for a, b in zip(old, new, strict=True))
+    assert mismatch.k3 >= 0
+    assert 0 < mismatch.effective_sample_size <= len(values) * (1 + len(values) * 4 * EPS)
+    assert mismatch.quantile(1) == mismatch.max_abs_delta == np.abs(new - old).max()
+
+
+@pytest.mark.parametrize("delta", [-300.0, 300.0])
+def test_the_bound_itself_is_not_clamped(delta):
+    old = np.full(3, -1000.0)
+
+    mismatch = LogProbMismatch.measure(old, old + delta)
+
+    assert mismatch.clamped == 0
+    assert mismatch.effective_sample_size == pytest.approx(3, rel=1e-12)
+
+
+def test_the_base_of_the_tallies_is_none_itself():
+    with pytest.raises(TypeError, match="abstract"):
+        Tally.zero()
 
 
 def test_columns_in_other_numbers_of_samples_are_refused():
-    apart = [np.zeros(3), np.zeros(5)], [np.zeros(3), np.zeros(2), np.zeros(3)]
-    with pytest.raises(ReplayError, match="expected 2 samples, got 3"):
-        LogProbMismatch.measure(*apart)
+    two, three = [np.zeros(3), np.zeros(5)], [np.zeros(3), np.zeros(2), np.zeros(3)]
+    with refused("log_probs and rollout_log_probs differ.*expected 2 samples, got 3"):
+        LogProbMismatch.measure(two, three)
+    with refused("expected 1 samples, got 2"):
+        LogProbMismatch.measure([np.zeros(8)], two)
+    flags = [np.ones(3, bool), np.ones(2, bool), np.ones(3, bool)]
+    with refused("loss_mask and log_probs differ.*expected 2 samples, got 3"):
+        LogProbMismatch.measure(np.zeros(8), two, loss_mask=flags)
+    assert LogProbMismatch.measure(np.zeros(8), two, loss_mask=np.ones(8, bool)).tokens == 8
 
 
 @pytest.mark.parametrize(
@@ -234,22 +292,22 @@ def test_a_kl_of_distributions_far_apart_is_a_number(log_q, log_p, expected):
 def test_support_statistics_go_through_an_all_reduce():
     masks = [RolloutSamplingMask.forced([1, 2]), RolloutSamplingMask.from_mask_list([[1, 2, 3]])]
     parts = [
-        SupportStatistics.of(Rollout(prompt_ids=[0], response_ids=[1] * len(m), sampling_mask=m))
-        if k
-        else SupportStatistics.of(Rollout(prompt_ids=[0], response_ids=[1, 2], sampling_mask=m))
-        for k, m in enumerate(masks)
+        SupportStatistics.of(
+            Rollout(prompt_ids=[0], response_ids=[1, 2][: len(m)], sampling_mask=m)
+        )
+        for m in masks
     ]
     sums, maxima = zip(*(part.to_tensors(8) for part in parts), strict=True)
     reduced = torch.stack(sums).sum(0), torch.stack(maxima).amax(0)
     assert SupportStatistics.from_tensors(*reduced) == parts[0] + parts[1]
     assert SupportStatistics.from_tensors(*SupportStatistics.zero().to_tensors(8)).rows == 0
-    with pytest.raises(ReplayError, match="at most 2 ids"):
+    with pytest.raises(ReplayError, match="none above max_size=2"):
         parts[1].to_tensors(2)
 
 
 @pytest.mark.parametrize("wrong", [3, [3], None, "ab"])
 def test_support_statistics_of_something_else_are_refused(wrong):
-    with pytest.raises(ReplayError, match="what is measured"):
+    with pytest.raises(ReplayError, match="no rollout"):
         SupportStatistics.of(wrong)
 
 
@@ -267,13 +325,15 @@ def test_pieces_for_each_sample_are_one_column():
     kept = rng.random(7) < 0.5
     ends = [2, 2, 6]
 
-    whole = LogProbMismatch.measure(old, torch.tensor(new), kept)
+    whole = LogProbMismatch.measure(old, torch.tensor(new), loss_mask=kept)
     pieces = LogProbMismatch.measure(
-        np.split(old, ends), [torch.tensor(p) for p in np.split(new, ends)], np.split(kept, ends)
+        np.split(old, ends),
+        [torch.tensor(p) for p in np.split(new, ends)],
+        loss_mask=np.split(kept, ends),
     )
 
     assert pieces == whole
-    assert LogProbMismatch.measure(old, new, kept.astype(np.int32)) == whole
+    assert LogProbMismatch.measure(old, new, loss_mask=kept.astype(np.int32)) == whole
     assert LogProbMismatch.measure([], []) == LogProbMismatch.zero()
 
 
@@ -295,7 +355,7 @@ def on_device():
 
 
 def test_measuring_on_a_device_reads_nothing_back(on_device):
-    LogProbMismatch.tensors(on_device(), on_device(), on_device(dtype=torch.bool))
+    LogProbMismatch.tensors(on_device(), on_device(), loss_mask=on_device(dtype=torch.bool))
     for piece in (on_device(), [on_device(), on_device()]):
         for rank in (
             LogProbMismatch.tensors(piece, piece),
@@ -308,7 +368,7 @@ def test_measuring_on_a_device_reads_nothing_back(on_device):
 
 def test_integer_loss_masks_on_a_device_are_read_back(on_device):
     with pytest.raises(DataDependentOutputException):
-        LogProbMismatch.tensors(on_device(), on_device(), on_device(dtype=torch.int64))
+        LogProbMismatch.tensors(on_device(), on_device(), loss_mask=on_device(dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -338,10 +398,9 @@ def test_columns_of_another_type_are_refused_on_a_device_too(on_device, bad):
     ],
 )
 def test_what_is_no_column_of_tokens_is_refused(arguments, sample, match):
-    with pytest.raises(ReplayError, match=match) as caught:
-        LogProbMismatch.measure(*arguments)
-
-    assert caught.value.sample == sample
+    old, new, *rest = arguments
+    with refused(match, sample=sample):
+        LogProbMismatch.measure(old, new, loss_mask=rest[0] if rest else None)
 
 
 @pytest.mark.parametrize("kind", NO_PLAIN_TENSORS)
@@ -367,6 +426,14 @@ def test_tensors_that_numpy_lacks_are_refused(kind):
 def test_tensors_that_are_no_tally_are_refused(sums, maxima):
     with pytest.raises(ReplayError, match="do not fit the tally"):
         DriftSplit(sums, maxima)
+
+
+def test_a_histogram_of_other_tokens_than_the_count_is_refused():
+    sums, maxima = LogProbMismatch.tensors(np.zeros(3), np.zeros(3))
+    sums[0] += 1
+
+    with refused("bins do not fit the tally"):
+        LogProbMismatch.from_tensors(sums, maxima)
 
 
 def test_tallies_of_two_kinds_do_not_add():
@@ -407,7 +474,7 @@ def test_drift_is_truncation_plus_numeric(n, seed):
         assert split.max_abs_numeric == pytest.approx(np.abs(old - new)[kept].max(), **near)
         assert split.mean_abs_numeric == pytest.approx(np.abs(old - new)[kept].mean(), **near)
     assert by_support.mean_numeric == pytest.approx(
-        LogProbMismatch.measure(old, new, kept).k1, **near
+        LogProbMismatch.measure(old, new, loss_mask=kept).k1, **near
     )
 
 
@@ -523,9 +590,9 @@ def test_statistics_of_the_support_fixture():
         st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=9, unique=True) | st.none()),
         max_size=4,
     ),
-    st.floats(0, 100),
+    st.floats(0, 1),
 )
-def test_support_statistics_merge_exactly(responses, percent):
+def test_support_statistics_merge_exactly(responses, q):
     rollouts = [
         Rollout(
             prompt_ids=[1],
@@ -549,20 +616,121 @@ def test_support_statistics_merge_exactly(responses, percent):
     assert whole.entropy_rows == 0
     assert math.isnan(whole.mean_entropy)
     if not sizes:
-        assert whole.size_percentile(percent) is None
+        assert whole.size_quantile(q) is None
         assert math.isnan(whole.mean_size)
         return
-    rank = max(1, math.ceil(percent / 100 * len(sizes)))
-    assert whole.size_percentile(percent) == sizes[rank - 1]
+    rank = max(1, math.ceil(q * len(sizes)))
+    assert whole.size_quantile(q) == sizes[rank - 1]
+    assert whole.max_size == sizes[-1]
     assert whole.mean_size == sum(sizes) / len(sizes)
 
 
 def test_support_statistics_refuse_what_they_are_not():
-    for percent in (-1, 101, math.nan, None, True):
+    for q in (-0.1, 1.1, math.nan, None, True):
         with pytest.raises(ReplayError):
-            SupportStatistics.zero().size_percentile(percent)
+            SupportStatistics.zero().size_quantile(q)
     with pytest.raises(ReplayError):
+        SupportStatistics.zero().merge(1)
+    with pytest.raises(TypeError):
         SupportStatistics.zero() + 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"entropy_rows": 3},  # two rows are restricted
+        {"entropy_rows": -1},
+        {"entropy_rows": 1.0},
+        {"entropy_rows": True},
+        {"outside_loss": -1},
+        {"outside_loss": None},
+        {"outside_loss": 2**53},
+        {"entropy_rows": 1, "entropy_sum": math.nan},
+        {"entropy_rows": 1, "entropy_sum": math.inf},
+        {"entropy_rows": 1, "entropy_sum": 10**400},
+        {"entropy_rows": 1, "entropy_max": -1.0},
+        {"entropy_rows": 1, "entropy_sum": -1.0},
+        {"entropy_rows": 1, "entropy_max": "1"},
+        {"entropy_sum": 1.0},
+        {"entropy_max": 1.0},
+        {"size_counts": np.array([0, 2**62, 2**62])},
+    ],
+)
+def test_statistics_that_contradict_themselves_are_refused(wrong):
+    sound = {"size_counts": np.array([4, 0, 2])}
+    assert SupportStatistics(**sound).rows == 6
+
+    with refused("do not fit the tally"):
+        SupportStatistics(**{**sound, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("sums", "maxima"),
+    [
+        (np.zeros(3), np.zeros(1)),
+        (np.zeros(4), np.zeros(2)),
+        (np.zeros(4, np.float32), np.zeros(1)),
+        (np.array([0.5, 0, 0, 1]), np.zeros(1)),
+        (np.array([0, 0, 0, -1.0]), np.zeros(1)),
+        (np.array([0, math.nan, 0, 1]), np.zeros(1)),
+        (np.array([0, 0, math.nan, 1]), np.zeros(1)),
+        (None, np.zeros(1)),
+    ],
+)
+def test_tensors_that_are_no_statistics_are_refused(sums, maxima):
+    with refused("do not fit the tally"):
+        SupportStatistics.from_tensors(sums, maxima)
+
+
+def merged_turns(tool_tokens):
+    """A turn, two tool tokens, another turn; with the probabilities of both supports."""
+    first = Rollout(
+        prompt_ids=[1],
+        response_ids=[2],
+        sampling_mask=RolloutSamplingMask.from_mask_list([[2, 3]]),
+        rollout_log_probs=[math.log(0.5)],
+        support_log_probs=np.log([0.5, 0.5]),
+    )
+    second = Rollout(
+        prompt_ids=[1, 2, 8, 9],
+        response_ids=[4],
+        sampling_mask=RolloutSamplingMask.from_mask_list([[4, 5, 6, 7]]),
+        rollout_log_probs=[math.log(0.25)],
+        support_log_probs=np.log([0.25] * 4),
+    )
+    return Rollout.merge_turns([first, second], tool_tokens=tool_tokens)
+
+
+@pytest.mark.parametrize("tool_tokens", ["forced", "unrestricted"])
+def test_tool_tokens_are_counted_apart(tool_tokens):
+    statistics = SupportStatistics.of(merged_turns(tool_tokens))
+
+    assert statistics.outside_loss == 2
+    assert (statistics.rows, statistics.forced, statistics.unrestricted) == (2, 0, 0)
+    assert (statistics.entropy_rows, statistics.mean_size) == (2, 3)
+    assert statistics.entropy_sum == pytest.approx(math.log(2) + math.log(4), rel=1e-6)
+    assert statistics.summary()["outside_loss"] == 2
+
+
+def test_statistics_survive_tensors_and_pickling():
+    statistics = SupportStatistics.of(merged_turns("forced"))
+
+    copy = pickle.loads(pickle.dumps(statistics))
+    assert copy == statistics == SupportStatistics.from_tensors(*statistics.to_tensors(100))
+    assert not copy.size_counts.flags.writeable
+    assert statistics != SupportStatistics.zero()
+    sums, maxima = statistics.to_tensors(5)
+    assert (sums.shape, maxima.shape, sums.dtype) == ((9,), (1,), torch.float64)
+    assert sums.tolist() == [2, 2, statistics.entropy_sum, 0, 0, 1, 0, 1, 0]
+
+
+def test_statistics_copy_their_counts():
+    counts = np.array([1, 2, 0])
+    statistics = SupportStatistics(counts)
+    counts[0] = 7
+
+    assert statistics.size_counts.tolist() == [1, 2]
+    assert statistics == SupportStatistics([1, 2])
 
 
 def test_a_log_prob_rounded_to_above_zero_makes_no_negative_entropy():
@@ -575,3 +743,359 @@ def test_a_log_prob_rounded_to_above_zero_makes_no_negative_entropy():
     )
     statistics = SupportStatistics.of(rollout)
     assert (statistics.entropy_rows, statistics.entropy_sum, statistics.entropy_max) == (2, 0, 0)
+
+
+# The trainer's side of a support
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _peers():
+    with agreeing_peers():
+        yield
+
+
+def plan_of(batch: MicroBatch, layout: RowLayout | None = None, **options) -> ReplayPlan:
+    layout = layout or RowLayout.packed(batch.total_lengths, batch.response_lengths)
+    parallel = options.pop(
+        "parallel", parallel_state(cp_rank=layout.cp_rank, cp_size=layout.cp_size)
+    )
+    return ReplayPlan.build(
+        batch.tokens, batch.masks, layout,
+        parallel=parallel, vocab_size=batch.vocab_size, device="cpu", **options,
+    )  # fmt: skip
+
+
+def logits_of(plan: ReplayPlan, columns: int, dtype=torch.float64, seed=0):
+    rows = plan.layout.num_local_rows
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def expected_values(logits, plan, supports, divisors):
+    """Row by row: a log-softmax of the logits at the support."""
+    rows = zip(plan.rows.tolist(), supports, divisors, strict=True)
+    values = [
+        torch.log_softmax(logits[row, ids].double() / divisor, -1)
+        for row, ids, divisor in rows
+        if ids is not None
+    ]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *values])
+
+
+@given(micro_batches(), st.floats(0.25, 4), st.integers(0, 2**31))
+def test_support_log_probs_are_a_log_softmax_of_each_support(batch, temperature, seed):
+    plan = plan_of(batch)
+    logits = logits_of(plan, batch.vocab_size + 3, seed=seed).requires_grad_()
+    supports = [ids for rows in batch.supports for ids in rows]
+
+    values = support_log_probs(logits, plan, temperature=temperature)
+
+    expected = expected_values(logits, plan, supports, [temperature] * plan.num_rows)
+    assert values.shape == (sum(mask.ids.size for mask in batch.masks),)
+    assert not values.requires_grad
+    torch.testing.assert_close(values, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_temperature_for_each_row_and_the_type_of_the_logits():
+    batch = make_batch(np.random.default_rng(3))
+    plan = plan_of(batch)
+    assert plan.has_unrestricted
+    supports = [ids for rows in batch.supports for ids in rows]
+    divisors = torch.linspace(0.5, 2, plan.num_rows)
+    for dtype, within in ((torch.float32, 1e-5), (torch.bfloat16, 1e-5)):
+        logits = logits_of(plan, batch.vocab_size, dtype)
+
+        values = support_log_probs(logits, plan, temperature=divisors)
+
+        assert values.dtype == torch.float32
+        expected = expected_values(logits, plan, supports, divisors.double())
+        torch.testing.assert_close(values.double(), expected, rtol=within, atol=within)
+
+
+def test_support_log_probs_hold_those_of_the_sampled_tokens():
+    batch = make_batch(np.random.default_rng(4), kinds=("ordinary", "singleton"))
+    plan = plan_of(batch)
+    logits = logits_of(plan, batch.vocab_size)
+
+    values = support_log_probs(logits, plan)
+
+    scores = score_logits(logits, plan, backend="torch")
+    torch.testing.assert_close(values[plan.targets], scores.log_probs, rtol=1e-12, atol=1e-12)
+    mass = [part.exp().sum() for part in values.split(np.diff(plan.host_offsets).tolist())]
+    torch.testing.assert_close(torch.stack(mass), torch.ones(plan.num_rows).double())
+
+
+@pytest.mark.parametrize("cp_rank", [0, 1])
+def test_a_context_parallel_rank_has_the_values_of_its_rows(cp_rank):
+    batch = make_batch(np.random.default_rng(5), num_samples=4)
+    whole = plan_of(batch)
+    logits = logits_of(whole, batch.vocab_size)
+    every = support_log_probs(logits, whole).split([mask.ids.size for mask in batch.masks])
+    layout = RowLayout.zigzag(
+        batch.total_lengths, batch.response_lengths, cp_rank=cp_rank, cp_size=2
+    )
+    plan = plan_of(batch, layout)
+    # the logits row of every response token this rank has
+    starts = np.cumsum([0, *batch.response_lengths])
+    mine = np.concatenate([starts[i] + layout.response_indices(i) for i in range(4)])
+    local = torch.zeros(layout.num_local_rows, batch.vocab_size, dtype=torch.float64)
+    local[plan.rows] = logits[whole.rows[mine]]
+
+    values = support_log_probs(local, plan)
+
+    expected = []
+    for i, (mask, own) in enumerate(zip(batch.masks, every, strict=True)):
+        rows = np.repeat(np.arange(len(mask)), mask.lengths)
+        expected.append(own[np.isin(rows, layout.response_indices(i))])
+    assert 0 < mine.size < starts[-1]
+    assert torch.equal(values, torch.cat(expected))
+
+
+@pytest.mark.parametrize("masks", [None, []])
+def test_rows_without_supports_have_no_values(masks):
+    lengths = ([3, 4], [2, 2]) if masks is None else ([], [])
+    layout = RowLayout.packed(*lengths)
+    tokens = [np.zeros(n, np.int64) for n in lengths[0]]
+    plan = ReplayPlan.build(
+        tokens, masks, layout, parallel=parallel_state(), vocab_size=5, device="cpu"
+    )
+
+    assert support_log_probs(logits_of(plan, 5), plan).shape == (0,)
+
+
+def test_a_row_that_has_no_softmax_is_nan_alone():
+    batch = make_batch(np.random.default_rng(6), ([7], [5]), num_samples=1, kinds=("ordinary",))
+    plan = plan_of(batch)
+    clean = logits_of(plan, batch.vocab_size)
+    ids = batch.supports[0]
+    spoiled = clean.clone()
+    spoiled[plan.rows[0], ids[0][0]] = math.nan
+    spoiled[plan.rows[1], ids[1][0]] = math.inf
+    spoiled[plan.rows[2], ids[2]] = -math.inf
+    spoiled[plan.rows[3], ids[3][0]] = -math.inf
+
+    lengths = [len(row) for row in ids]
+    parts = support_log_probs(spoiled, plan).split(lengths)
+
+    for row in range(3):
+        assert parts[row].isnan().all()
+    assert parts[3][0] == -math.inf
+    assert parts[3][1:].exp().sum().item() == pytest.approx(1, rel=1e-12)
+    assert torch.equal(parts[4], support_log_probs(clean, plan).split(lengths)[4])
+
+
+def test_support_log_probs_refuse_what_they_cannot_score():
+    batch = make_batch(np.random.default_rng(7))
+    plan = plan_of(batch)
+    good = logits_of(plan, batch.vocab_size)
+    with refused("the vocabulary is sharded"):
+        sharded = plan_of(batch, parallel=parallel_state(tp_size=2))
+        support_log_probs(logits_of(sharded, -(-batch.vocab_size // 2)), sharded)
+    with refused("plan is something else"):
+        support_log_probs(good, None)
+    with refused("differ|rows"):
+        support_log_probs(good[:-1], plan)
+    for temperature in (0.0, math.nan, "1", torch.ones(plan.num_rows + 1)):
+        with refused("temperature"):
+            support_log_probs(good, plan, temperature=temperature)
+
+
+# From an engine's payload to the KL
+
+
+def batch_of(rollouts, vocab_size):
+    return MicroBatch(
+        tokens=[rollout.tokens for rollout in rollouts],
+        total_lengths=[rollout.total_length for rollout in rollouts],
+        response_lengths=[len(rollout) for rollout in rollouts],
+        masks=[rollout.sampling_mask for rollout in rollouts],
+        vocab_size=vocab_size,
+        supports=[rollout.sampling_mask.to_mask_list() for rollout in rollouts],
+    )
+
+
+def sglang_rollouts(tool_tokens):
+    """The support-mode fixture, alone and as both turns of a conversation with tool tokens."""
+    payload = fixture("sglang_generate_support.json")
+    (single,) = sglang.from_response(payload["response"], prompt_ids=payload["prompt_ids"])
+    later = [*single.tokens.tolist(), 7, 8, 9]
+    meta = {**payload["response"]["meta_info"], "prompt_tokens": len(later)}
+    (second,) = sglang.from_response({**payload["response"], "meta_info": meta}, prompt_ids=[later])
+    return [single, Rollout.merge_turns([single, second], tool_tokens=tool_tokens)]
+
+
+def trainer_logits(rollouts, plan, shift):
+    """Logits whose softmax over a support is the rollout's, moved by `shift` in one id a row."""
+    logits = torch.zeros(plan.layout.num_local_rows, plan.vocab_size, dtype=torch.float64)
+    for row, (ids, values) in zip(plan.rows.tolist(), rollout_rows(rollouts), strict=True):
+        logits[row] = 3.0  # outside of the support: takes no part
+        logits[row, ids] = torch.tensor(values)
+        logits[row, ids[:1]] += shift
+    return logits
+
+
+def rollout_rows(rollouts):
+    """(ids, float64 log-probs) of every response row."""
+    for rollout in rollouts:
+        offsets = rollout.sampling_mask.offsets[1:-1]
+        values = np.split(rollout.support_log_probs.astype(np.float64), offsets)
+        yield from zip(map(np.ndarray.tolist, rollout.sampling_mask), values, strict=True)
+
+
+@pytest.mark.parametrize("tool_tokens", ["forced", "unrestricted"])
+@pytest.mark.parametrize("shift", [0.0, 0.5, -3.0])
+def test_the_kl_of_sglang_supports_to_a_trainer(tool_tokens, shift):
+    rollouts = sglang_rollouts(tool_tokens)
+    vocab_size = 1 + max(rollout.sampling_mask.max_id for rollout in rollouts)
+    plan = plan_of(batch_of(rollouts, vocab_size))
+    logits = trainer_logits(rollouts, plan, shift)
+    masks = [rollout.sampling_mask for rollout in rollouts]
+    old = [rollout.support_log_probs for rollout in rollouts]
+    flags = [rollout.loss_mask for rollout in rollouts]
+
+    new = support_log_probs(logits, plan)
+    tally = SupportKL.measure(masks, old, new, loss_mask=flags)
+
+    # moving one logit of probability q by s: KL = log(1 - q + q e^s) - q s
+    kept = np.concatenate(flags)
+    q = [math.exp(values[0]) if len(values) else None for _, values in rollout_rows(rollouts)]
+    exact = [
+        math.log1p(q * math.expm1(shift)) - q * shift
+        for q, in_loss in zip(q, kept, strict=True)
+        if in_loss
+    ]
+    # the engine's fp32 log-probs sum to 1 within their rounding, the trainer's exactly
+    within = {"rel": 1e-5, "abs": 1e-9}
+    assert (tally.tokens, tally.non_finite, tally.unnormalised) == (3 * len(rollouts[0]), 0, 0)
+    assert tally.mean_kl == pytest.approx(sum(exact) / len(exact), **within)
+    assert tally.max_kl == pytest.approx(max(exact), **within)
+    rows = np.concatenate(
+        [
+            support_kl(mask, values, part.numpy(), loss_mask=own)
+            for mask, values, part, own in zip(
+                masks, old, new.split([mask.ids.size for mask in masks]), flags, strict=True
+            )
+        ]
+    )
+    assert np.array_equal(np.isnan(rows), ~kept)
+    assert rows[kept] == pytest.approx(np.array(exact), **within)
+    assert np.nanmean(rows) == pytest.approx(tally.mean_kl, rel=1e-12, abs=1e-15)
+
+
+@given(drawn_responses(min_size=1), st.data())
+def test_the_kl_tally_sums_the_rows_and_merges(drawn, data):
+    mask, log_q = RolloutSamplingMask.from_mask_list_with_values(
+        drawn.supports, drawn.support_log_probs()
+    )
+    weights = [[data.draw(st.integers(1, 1000)) for _ in row] for row in drawn.supports]
+    _, log_p = RolloutSamplingMask.from_mask_list_with_values(
+        drawn.supports, [normalised(row) for row in weights]
+    )
+    kept = np.array(data.draw(st.lists(st.booleans(), min_size=len(mask), max_size=len(mask))))
+    at = data.draw(st.integers(0, len(mask)))
+    cut = int(mask.offsets[at])
+
+    whole = SupportKL.measure(mask, log_q, log_p, loss_mask=kept)
+    pieces = [
+        SupportKL.measure(mask[:at], log_q[:cut], log_p[:cut], loss_mask=kept[:at]),
+        SupportKL.measure(mask[at:], log_q[cut:], log_p[cut:], loss_mask=kept[at:]),
+    ]
+    by_sample = SupportKL.measure(
+        [mask[:at], mask[at:]],
+        [log_q[:cut], log_q[cut:]],
+        torch.tensor(log_p),
+        loss_mask=[kept[:at], kept[at:]],
+    )
+
+    rows = support_kl(mask, log_q, log_p, loss_mask=kept)
+    assert whole.tokens == kept.sum()
+    assert math.fsum(rows[kept]) == pytest.approx(float(whole.sums[3]), rel=1e-12, abs=1e-15)
+    assert whole.max_kl == pytest.approx(rows[kept].max(initial=0), rel=1e-12, abs=1e-15)
+    assert by_sample == whole
+    assert_sums_agree(sum(pieces, SupportKL.zero()), whole, len(mask))
+
+
+def test_a_kl_that_cannot_be_measured_is_counted_and_left_out():
+    half, full = math.log(0.5), math.log(1.0)
+    mask = RolloutSamplingMask.from_mask_list(
+        [[1, 2], [1, 2], None, [1, 2], [1, 2], [5], [1, 2]], allow_unrestricted=True
+    )
+    log_q = np.array([half, half, half, half, half, half, half, half, full, half, half])
+    log_p = log_q.copy()
+    log_p[:2] = np.log([0.25, 0.75])
+    log_p[3] = math.nan
+    log_p[4] = -math.inf
+    log_p[6:8] = np.log([0.25, 0.25])
+    kept = np.array([True] * 6 + [False])
+    log_p[-1] = math.nan
+
+    tally = SupportKL.measure(mask, log_q, log_p, loss_mask=kept)
+
+    assert (tally.tokens, tally.non_finite, tally.unnormalised) == (2, 2, 1)
+    kl = -0.5 * math.log(0.5) - 0.5 * math.log(1.5)
+    assert tally.max_kl == pytest.approx(kl, rel=1e-12)
+    assert tally.summary()["mean_kl"] == pytest.approx(kl / 2, rel=1e-12)
+    assert math.isnan(SupportKL.zero().mean_kl)
+    empty = SupportKL.measure([], [], [])
+    assert empty == SupportKL.zero() == SupportKL.measure(RolloutSamplingMask.full(2), [], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loss_mask", "sample", "match"),
+    [
+        ((None, np.zeros(2), np.zeros(2)), None, None, "not a sampling mask"),
+        (([3], np.zeros(2), np.zeros(2)), None, 0, "not a sampling mask"),
+        (("forced", np.zeros(3), np.zeros(2)), None, None, "expected 2 support ids, got 3"),
+        (("forced", np.zeros(2), np.zeros(1)), None, None, "expected 2 support ids, got 1"),
+        (("forced", np.zeros(2), ["no"]), None, 0, "no column"),
+        (("forced", np.zeros(2), np.zeros(2)), np.ones(3, bool), None, "expected 2 tokens, got 3"),
+        (
+            ("list", [np.zeros(1), np.zeros(1)], np.zeros(2)),
+            None,
+            None,
+            "expected 1 samples, got 2",
+        ),
+        (("pair", [np.zeros(2), np.zeros(0)], np.zeros(2)), None, 0, "expected 1 support ids"),
+        (("pair", np.zeros(2), [np.zeros(0), np.zeros(2)]), None, 0, "expected 1 support ids"),
+    ],
+)
+def test_a_kl_of_what_does_not_fit_is_refused(arguments, loss_mask, sample, match):
+    forced, one = RolloutSamplingMask.forced([1, 2]), RolloutSamplingMask.forced([1])
+    masks = {"forced": forced, "list": [forced], "pair": [one, one]}
+    mask, *values = arguments
+    with refused(match, sample=sample):
+        SupportKL.measure(
+            masks[mask] if isinstance(mask, str) else mask, *values, loss_mask=loss_mask
+        )
+
+
+def test_the_kl_of_a_row_outside_the_loss_is_nan():
+    mask = RolloutSamplingMask.from_mask_list([[1, 2], [5]])
+    log_q = np.log([0.5, 0.5, 1.0])
+
+    kl = support_kl(mask, log_q, log_q, loss_mask=np.array([0, 1]))
+
+    assert np.isnan(kl).tolist() == [True, False]
+    with refused("expected 2 tokens, got 1"):
+        support_kl(mask, log_q, log_q, loss_mask=np.array([True]))
+    with refused("mask is something else"):
+        support_kl([[1, 2], [5]], log_q, log_q)
+
+
+def test_lists_and_float64_arrays_are_measured_alike():
+    mask = RolloutSamplingMask.from_mask_list([[1, 2]])
+    log_q, log_p = np.log([0.3, 0.7]), np.log([0.3 + 1e-9, 0.7 - 1e-9])
+
+    (kl,) = support_kl(mask, log_q, log_p)
+
+    # 1e-18 / 2 * (1 / 0.3 + 1 / 0.7); float32 would round it to 0 or to 1e-15
+    assert kl == pytest.approx(1e-18 / 0.42, rel=1e-5)
+    assert support_kl(mask, log_q.tolist(), log_p.tolist()).tolist() == [kl]
+    assert support_entropy(mask, log_q.tolist()) == support_entropy(mask, log_q)
+
+
+def test_the_kl_reads_nothing_back(on_device):
+    mask = RolloutSamplingMask.from_mask_list([[1, 2, 3], [5, 6, 7]])
+
+    sums, maxima = SupportKL.tensors(mask, on_device(), on_device())
+
+    assert sums.device.type == maxima.device.type == "lazy"
