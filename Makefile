@@ -37,8 +37,9 @@ lint: venv
 types: venv
 	$(BIN)/mypy
 
+# The tensors are small: more threads would take longer.
 fast: venv
-	$(BIN)/python -m pytest tests/fast
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fast
 
 dist: venv
 	$(DIST_ENV) $(BIN)/python -m pytest tests/dist
@@ -49,7 +50,7 @@ kernels: venv
 	fi; \
 	$(BIN)/uv pip install --python $(BIN)/python -e '.[dev,triton]' -c constraints.txt || \
 	    $(BIN)/python -m pip install -e '.[dev,triton]' -c constraints.txt
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/fast/test_triton_scores.py \
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/fast/test_triton_scores.py \
 	    tests/fast/test_triton_linear.py
 
 bench: venv
