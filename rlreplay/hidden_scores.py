@@ -16,7 +16,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from rlreplay.errors import ReplayError
+from rlreplay.errors import BackendError, ReplayError
 from rlreplay.kernels import torch_linear, torch_scores
 from rlreplay.kernels.rows import ScoreKernels
 from rlreplay.kernels.softmax import FULL_SCORES, Normaliser, score_of
@@ -66,7 +66,6 @@ class LinearKernels(Protocol):
     ) -> None: ...
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def score_hidden(
     hidden: Float[Tensor, "T D"],
     weight: Float[Tensor, "V D"],
@@ -111,7 +110,8 @@ def score_hidden(
         sequence_parallel: `hidden` is cut by rows over the TP group.
         max_bytes: of whole logits and their gradient at a time.
 
-    Runs in the tensors' own type under autocast, and outside of a graph that torch.compile makes.
+    Runs in the tensors' own type under autocast. Not in a graph that torch.compile makes: wrap the
+    function that calls it in `torch.compiler.disable`.
 
     Collectives: in the forward those of `score_logits`, for the supports and then for each chunk
     of whole rows; before them with `sequence_parallel` an all-gather of `hidden`. In the backward,
@@ -119,9 +119,10 @@ def score_hidden(
     reduce-scatter with `sequence_parallel`. All over TP, and the same on every TP rank.
 
     Raises:
-        BackendError: the backend cannot do what was asked.
+        BackendError: the backend cannot do what was asked, or a compiled graph is being made.
         ReplayError: tensors that do not fit the plan or each other, unknown or unavailable scores.
     """
+    _refuse_compiling()
     wanted, trained = resolve_scores(scores, differentiable)
     _check_tensors(hidden, weight, bias, plan, sequence_parallel)
     check_supports_of(plan, assembled=False)
@@ -158,7 +159,6 @@ class EntropySample(NamedTuple):
     """of the mean, for rows drawn without replacement; 0 where all rows are in the sample."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def sample_entropy(
     hidden: Float[Tensor, "T D"],
@@ -184,6 +184,7 @@ def sample_entropy(
 
     Collectives: those of `score_hidden` with `path="chunked"`.
     """
+    _refuse_compiling()
     wanted, trained = resolve_scores(("entropy",), False)
     _check_tensors(hidden, weight, bias, plan, sequence_parallel)
     check_supports_of(plan, assembled=False)
@@ -478,6 +479,17 @@ def _told_megatron(weight: Tensor) -> Tensor | None:
 
 
 # Checks and choices
+
+
+def _refuse_compiling() -> None:
+    # `torch.compiler.disable` as a decorator would import the compiler, and Triton, with this module
+    if torch.compiler.is_compiling():
+        raise BackendError(
+            "scores from hidden states in a compiled graph",
+            expected="a call outside of it: wrap the caller in torch.compiler.disable",
+            got="torch.compile",
+            consequence="there are no operators for it that a graph could hold",
+        )
 
 
 def _check_tensors(

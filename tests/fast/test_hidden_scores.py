@@ -215,7 +215,7 @@ def test_autocast_changes_nothing(case: Any, path: Any, inside: bool) -> None:
     same_bits(({k: v.detach() for k, v in scores.items()}, dict(zip(leaves, gradients))), expected)  # noqa: B905
 
 
-def test_a_compiled_function_around_it_gives_the_same(case: Any) -> None:
+def test_a_compiled_graph_is_refused_unless_the_caller_is_left_out_of_it(case: Any) -> None:
     given_ = arguments(case)
     expected = score_hidden(**given_).log_probs
 
@@ -225,8 +225,11 @@ def test_a_compiled_function_around_it_gives_the_same(case: Any) -> None:
         return log_probs * 2
 
     assert expected is not None
-    compiled = torch.compile(twice, backend="aot_eager")
-    assert torch.equal(compiled(**given_), expected * 2)
+    with pytest.raises(BackendError, match="in a compiled graph"):
+        torch.compile(twice, backend="aot_eager")(**given_)
+    outside = torch.compiler.disable(twice)
+    compiled = torch.compile(lambda **arguments: outside(**arguments) + 1, backend="aot_eager")
+    assert torch.equal(compiled(**given_), expected * 2 + 1)
 
 
 def test_nan_in_the_padding_rows_of_the_weight_stays_there() -> None:
