@@ -482,7 +482,7 @@ def _told_megatron(weight: Tensor) -> Tensor | None:
 
 
 def _refuse_compiling() -> None:
-    # `torch.compiler.disable` as a decorator would import the compiler, and Triton, with this module
+    # as a decorator, `torch.compiler.disable` would import the compiler with this module
     if torch.compiler.is_compiling():
         raise BackendError(
             "scores from hidden states in a compiled graph",
