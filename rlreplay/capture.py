@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlreplay.errors import MissingTokenError, ReplayError
+from rlreplay.rollout import MASS_TOLERANCE
 from rlreplay.sampling_mask import (
     BoolArray,
     FloatArray,
@@ -40,8 +41,6 @@ FilterOrder = Literal["joint", "sequential", "min_p_first"]
 
 DEFAULT_MAX_SUPPORT = 4096
 
-# How far a row of probabilities may sum from 1: fp32 rounding stays far below, logits do not.
-_MASS_TOLERANCE = 1e-3
 # Below it a sampler means greedy; much below, float32 would divide by 0.
 _LEAST_TEMPERATURE = 1e-6
 _MOST_TEMPERATURE = torch.finfo(torch.float32).max
@@ -792,7 +791,7 @@ def _check_distributions(probs: Tensor) -> None:
         "a finite number >= 0",
     )
     mass = probs.sum(dim=-1)
-    off = (mass - 1).abs() > _MASS_TOLERANCE
+    off = (mass - 1).abs() > MASS_TOLERANCE
     if bool(off.any()):
         row = int(off.nonzero()[0])
         raise ReplayError(

@@ -39,8 +39,9 @@ from torch import Tensor
 from rlreplay.errors import ReplayError
 from rlreplay.kernels.rows import accumulator
 from rlreplay.plan import ReplayPlan, check_kind, to_device
-from rlreplay.rollout import Rollout, log_prob_array
+from rlreplay.rollout import MASS_TOLERANCE, Rollout, log_prob_array
 from rlreplay.sampling_mask import (
+    BoolArray,
     IntArray,
     RolloutSamplingMask,
     check_count,
@@ -73,9 +74,6 @@ _LARGEST_LOG_RATIO = 300.0
 
 _MOST = 2.0**53  # float64 counts exactly below it
 
-# How far the probabilities of one support may sum from 1: fp32 rounding stays below, log-probs
-# normalised over the whole vocabulary miss it by the truncated mass.
-_MASS_TOLERANCE = 1e-3
 
 _WRONG_PAIRS = "log-probs of different tokens would be compared"
 _NO_MERGE = "the numbers of one batch would be read as those of another"
@@ -567,7 +565,7 @@ class SupportKL(Tally):
         log_q, log_p = (column.joined(torch.float64, device) for column in (old, new))
         kl = _segments(_kl_terms(log_q, log_p), "sum", offsets)
         masses = [_segments(values.exp(), "sum", offsets) for values in (log_q, log_p)]
-        off = [(mass - 1).abs() > _MASS_TOLERANCE for mass in masses]
+        off = [(mass - 1).abs() > MASS_TOLERANCE for mass in masses]
         finite, unnormalised = torch.isfinite(kl), off[0] | off[1]
         measured = kept & finite & ~unnormalised
         kl = torch.where(measured, kl, 0.0)
@@ -691,14 +689,21 @@ class SupportStatistics:
                 got=shown(rollout),
                 consequence="there would be no supports to measure",
             )
-        mask, kept = rollout.sampling_mask, rollout.loss_mask
-        counts = np.bincount(mask.lengths[kept], minlength=1)
-        outside = int(kept.size - np.count_nonzero(kept))
-        if rollout.support_log_probs is None:
+        mask, log_q = rollout.sampling_mask, rollout.support_log_probs
+        entropy = None if log_q is None else support_entropy(mask, log_q)
+        return cls.of_rows(mask, rollout.loss_mask, entropy)
+
+    @classmethod
+    def of_rows(
+        cls, mask: RolloutSamplingMask, loss_mask: BoolArray, entropy: Float64Array | None
+    ) -> SupportStatistics:
+        """Those of one response, whose `support_entropy` `[n]`, where known, is there already."""
+        counts = np.bincount(mask.lengths[loss_mask], minlength=1)
+        outside = int(loss_mask.size - np.count_nonzero(loss_mask))
+        if entropy is None:
             return cls(counts, outside_loss=outside)
-        entropy = support_entropy(mask, rollout.support_log_probs)[kept & ~mask.unrestricted]
-        largest = float(entropy.max(initial=0.0))
-        return cls(counts, entropy.size, float(entropy.sum()), largest, outside)
+        kept = entropy[loss_mask & ~mask.unrestricted]
+        return cls(counts, kept.size, float(kept.sum()), float(kept.max(initial=0.0)), outside)
 
     @classmethod
     def from_tensors(cls, sums: Tensor, maxima: Tensor) -> SupportStatistics:
@@ -922,7 +927,7 @@ def _per_id(values: Any, name: str, mask: RolloutSamplingMask) -> Float64Array:
     log_prob_array(values, name, mask)  # checks them as float32; they are measured as they are
     own = np.asarray(values, dtype=np.float64)
     mass = _row_sums(np.exp(own), mask)
-    off = np.abs(mass - 1.0) > _MASS_TOLERANCE  # NaN, of unrestricted rows, is not above it
+    off = np.abs(mass - 1.0) > MASS_TOLERANCE  # NaN, of unrestricted rows, is not above it
     if off.any():
         row = int(np.argmax(off))
         raise ReplayError(

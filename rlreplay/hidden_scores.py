@@ -125,16 +125,12 @@ def score_hidden(
     _refuse_compiling()
     wanted, trained = resolve_scores(scores, differentiable)
     _check_tensors(hidden, weight, bias, plan, sequence_parallel)
-    check_supports_of(plan, assembled=False)
     divisor = row_temperature(temperature, plan, hidden.dtype)
     request = Request(wanted, trained, divisor, kernels_of(backend, hidden), False)
     layer = _OutputLayer(weight, bias, _main_grad(weight, weight_gradient))
     chunked = _is_chunked(plan, wanted, path)
     chunk = _rows_of_a_chunk(weight, max_bytes, request.kernels)
-    if plan.parallel.tp_group is not None:
-        hidden = _EnterVocabShards.apply(  # type: ignore[no-untyped-call]
-            hidden, plan.parallel.tp_group, sequence_parallel
-        )
+    hidden = _on_every_shard(hidden, plan, sequence_parallel)
     if chunked:
         values = _chunked_scores(hidden, layer, plan, request, np.arange(plan.num_rows), chunk)
     else:
@@ -187,17 +183,13 @@ def sample_entropy(
     _refuse_compiling()
     wanted, trained = resolve_scores(("entropy",), False)
     _check_tensors(hidden, weight, bias, plan, sequence_parallel)
-    check_supports_of(plan, assembled=False)
     count = min(check_count(entropy_rows, "entropy_rows"), plan.num_rows)
     divisor = row_temperature(temperature, plan, hidden.dtype)
     request = Request(wanted, trained, divisor, kernels_of(backend, hidden), False)
     rows = (np.arange(count) * plan.num_rows) // max(1, count)
-    if plan.parallel.tp_group is not None:
-        hidden = _EnterVocabShards.apply(  # type: ignore[no-untyped-call]
-            hidden, plan.parallel.tp_group, sequence_parallel
-        )
     layer = _OutputLayer(weight, bias, None)
     chunk = _rows_of_a_chunk(weight, max_bytes, request.kernels)
+    hidden = _on_every_shard(hidden, plan, sequence_parallel)
     (entropy,) = _chunked_scores(hidden, layer, plan, request, rows, chunk)
     if count == plan.num_rows and count:
         error = entropy.new_zeros(())
@@ -236,6 +228,15 @@ class _EnterVocabShards(torch.autograd.Function):
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None, None
+
+
+def _on_every_shard(hidden: Tensor, plan: ReplayPlan, by_rows: bool) -> Tensor:
+    """The whole hidden states, as every TP rank of the plan reads them."""
+    group = plan.parallel.tp_group
+    if group is None:
+        return hidden
+    whole: Tensor = _EnterVocabShards.apply(hidden, group, by_rows)  # type: ignore[no-untyped-call]
+    return whole
 
 
 # Supports alone
@@ -514,6 +515,7 @@ def _check_tensors(
     parts = plan.parallel.tp_size if by_rows else 1
     plan.layout.check_rows(hidden.shape[0] * parts)
     plan.check_columns(weight.shape[0])
+    check_supports_of(plan, assembled=False)
 
 
 def _unfit(name: str, expected: str, got: str) -> ReplayError:

@@ -39,9 +39,10 @@ BoolArrayLike = Sequence[bool] | npt.NDArray[Any] | torch.Tensor
 
 # A log-softmax in fp32 may end a few roundings above 0.
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)
-# How far the probabilities of one support may sum from 1. fp32 rounding over some thousand ids
-# stays below it; log-probs normalised over the whole vocabulary miss it by the truncated mass.
-_MASS_TOLERANCE = 1e-3
+MASS_TOLERANCE = 1e-3
+"""How far the probabilities of one support may sum from 1. fp32 rounding over some thousand ids
+stays below it; logits do not, and log-probs over the whole vocabulary miss it by the truncated
+mass."""
 # Two fp32 computations of one log-prob, absolute and relative.
 _SAME_VALUE = 1e-5
 
@@ -560,7 +561,7 @@ def _wrong_count(name: str, what: str, expected: int, got: int) -> ReplayError:
 def _check_rollout_log_probs(log_probs: FloatArray, mask: RolloutSamplingMask) -> None:
     if log_probs.size != len(mask):
         raise _wrong_count("rollout_log_probs", "values", len(mask), log_probs.size)
-    off = (mask.lengths == 1) & (np.abs(np.expm1(log_probs)) > _MASS_TOLERANCE)
+    off = (mask.lengths == 1) & (np.abs(np.expm1(log_probs)) > MASS_TOLERANCE)
     if off.any():
         row = int(np.argmax(off))
         raise ReplayError(
@@ -588,7 +589,7 @@ def _check_support_log_probs(
     restricted = np.flatnonzero(mask.lengths)
     if restricted.size:
         mass = np.add.reduceat(np.exp(support.astype(np.float64)), mask.offsets[restricted])
-        off = np.abs(mass - 1.0) > _MASS_TOLERANCE
+        off = np.abs(mass - 1.0) > MASS_TOLERANCE
         if off.any():
             at = int(np.argmax(off))
             raise ReplayError(

@@ -161,7 +161,6 @@ class Inspection:
     engines: Counter[str] = field(default_factory=Counter)
     found: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
-    rows_not_in_loss: int = 0
     supports: SupportStatistics = field(default_factory=SupportStatistics.zero)
     entropy_counts: IntArray = field(default_factory=lambda: np.zeros(_ENTROPY_BINS, np.int64))
     log_probs: Range = field(default_factory=Range)
@@ -190,7 +189,6 @@ class Inspection:
     def _measure(self, response: Response) -> None:
         rollout, in_loss = response.rollout, response.rollout.loss_mask
         restricted = in_loss & ~rollout.sampling_mask.unrestricted
-        self.rows_not_in_loss += int(np.count_nonzero(~in_loss))
         self._measure_supports(rollout, restricted)
         if rollout.rollout_log_probs is not None:
             self.log_probs.add(rollout.rollout_log_probs[in_loss].astype(np.float64))
@@ -198,19 +196,13 @@ class Inspection:
             self.kept_mass.add(response.log_kept_mass[restricted])
 
     def _measure_supports(self, rollout: Rollout, restricted: BoolArray) -> None:
-        mask = rollout.sampling_mask
-        counts = np.bincount(mask.lengths[rollout.loss_mask], minlength=1)
+        mask, log_q = rollout.sampling_mask, rollout.support_log_probs
+        entropy = None if log_q is None else support_entropy(mask, log_q)
+        self.supports += SupportStatistics.of_rows(mask, rollout.loss_mask, entropy)
         self.profile.add(np.where(restricted, mask.lengths, 0))
-        if rollout.support_log_probs is None:
-            self.supports += SupportStatistics(counts)
-            return
-        entropy = support_entropy(mask, rollout.support_log_probs)[restricted]
-        # log-probs may round to a little above 0
-        entropy = np.maximum(entropy, 0.0)
-        most = float(entropy.max(initial=0.0))
-        self.supports += SupportStatistics(counts, entropy.size, float(entropy.sum()), most)
-        bins = np.minimum(entropy / ENTROPY_BIN, _ENTROPY_BINS - 1).astype(np.int64)
-        self.entropy_counts += np.bincount(bins, minlength=_ENTROPY_BINS)
+        if entropy is not None:
+            bins = np.minimum(entropy[restricted] / ENTROPY_BIN, _ENTROPY_BINS - 1)
+            self.entropy_counts += np.bincount(bins.astype(np.int64), minlength=_ENTROPY_BINS)
 
     @property
     def is_sound(self) -> bool:
@@ -225,8 +217,8 @@ class Inspection:
             "responses": {"read": self.responses, "bad": self.bad_responses},
             "producers": dict(sorted(self.engines.items())),
             "rows": {
-                "total": supports.rows + self.rows_not_in_loss,
-                "not_in_loss": self.rows_not_in_loss,
+                "total": supports.rows + supports.outside_loss,
+                "not_in_loss": supports.outside_loss,
                 "in_loss": supports.rows,
                 "forced": supports.forced,
                 "unrestricted": supports.unrestricted,
