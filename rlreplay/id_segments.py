@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-PIECE = 64
+PIECE = 128
 """Entries of one column that one program sums: a column of many entries is cut into pieces."""
 
 

@@ -13,8 +13,10 @@ Rows of `hidden`, and of the weight where an id is popular, come from the caches
 | `_split_gradient_kernel` | 4 D a piece, + e' D an id of several pieces | piece after piece |
 
 No atomics: an id that many rows name is cut into pieces whose sums are kept and added in order.
-That costs the partial sums' memory, 4 D bytes for every `PIECE` rows of such an id. Sums run in
-float32 (float64 for float64).
+That costs the partial sums' memory, 4 D bytes for every `PIECE` rows of such an id; the atomics
+would need a float32 buffer of the whole weight's size, and are slower. Nor is a popular id given to
+a small product of matrices: a row's bits would then depend on which ids are popular in its batch.
+Sums run in float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def hidden_gradient(
     """As `torch_linear.hidden_gradient`: one program for a row and a block of its columns."""
     gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     rows, width = hidden.shape
-    block, warps = _wide_block(width)
+    block = _wide_block(width)
     if gradient.numel():
         _hidden_gradient_kernel[(rows, triton.cdiv(width, block))](
             grad,
@@ -87,7 +89,7 @@ def hidden_gradient(
             width,
             UNROLL=_UNROLL,
             BLOCK=block,
-            num_warps=warps,
+            num_warps=1,
         )
     return gradient
 
@@ -103,7 +105,7 @@ def weight_gradient(
     if plan.num_ids == 0:
         return
     segments, width = plan.by_id, hidden.shape[1]
-    block, warps = _wide_block(width)
+    block = _wide_block(width)
     blocks = triton.cdiv(width, block)
     partials = torch.empty(
         segments.num_partials, width, dtype=accumulator(hidden.dtype), device=hidden.device
@@ -123,7 +125,7 @@ def weight_gradient(
         ACCUMULATE=accumulate,
         UNROLL=_UNROLL,
         BLOCK=block,
-        num_warps=warps,
+        num_warps=1,
     )
     if segments.split_columns.numel():
         _split_gradient_kernel[(segments.split_columns.numel(), blocks)](
@@ -136,7 +138,7 @@ def weight_gradient(
             ACCUMULATE=accumulate,
             UNROLL=_UNROLL,
             BLOCK=block,
-            num_warps=warps,
+            num_warps=1,
         )
 
 
@@ -145,10 +147,9 @@ def _block(width: int) -> int:
     return min(256, max(16, 1 << max(0, width - 1).bit_length()))
 
 
-def _wide_block(width: int) -> tuple[int, int]:
-    """Columns and warps of the gradients' programs, by shape alone: few programs of much work."""
-    block = min(2048, max(16, 1 << max(0, width - 1).bit_length()))
-    return block, max(1, min(4, block // 256))
+def _wide_block(width: int) -> int:
+    """Columns of the gradients' programs, of one warp each, by shape alone."""
+    return min(512, max(16, 1 << max(0, width - 1).bit_length()))
 
 
 @triton.jit
