@@ -88,8 +88,9 @@ def score_hidden(
 
     On the sparse path only the supports' logits are computed, N dot products in float32 (float64
     for float64) that are never rounded to the model's type. Unrestricted rows, and on the chunked
-    path all rows, get whole logits in the model's type, a chunk of rows at a time, and once more in
-    the backward: as a model with an output layer computes them.
+    path all rows, get whole logits in the model's type, a chunk of rows at a time: as a model with
+    an output layer computes them. The last chunk's are kept for the backward, the others' made
+    once more there.
 
     Args:
         hidden: float `[T, D]`, what the output layer is given, in the plan's rows; with
@@ -106,7 +107,8 @@ def score_hidden(
             gradient-accumulation fusion, whose flag is set); autograd then gets None, or where
             Megatron's hook waits for a gradient, one that it leaves alone: zeros where it would
             add it all the same (`zero_out_wgrad`), else memory without meaning. On the chunked
-            path a chunk's share is rounded to the weight's type before it is added.
+            path a chunk's share is rounded to the weight's type before it is added, but for a
+            float32 `main_grad` on CUDA with torch 2.8 or later.
         sequence_parallel: `hidden` is cut by rows over the TP group.
         max_bytes: of whole logits and their gradient at a time.
 
@@ -317,8 +319,12 @@ def _chunked_scores(
 
 
 def _split(rows: IntArray, size: int) -> Iterator[IntArray]:
-    """One part of no rows where there are none: the collectives are entered all the same."""
-    for start in range(0, max(1, rows.size), size):
+    """Parts of `size` rows but for the first: the last one's logits are kept for the backward.
+
+    One part of no rows where there are none: the collectives are entered all the same.
+    """
+    yield rows[: rows.size % size or min(size, rows.size)]
+    for start in range(rows.size % size or size, rows.size, size):
         yield rows[start : start + size]
 
 
@@ -342,29 +348,24 @@ class _Part(NamedTuple):
         )
         return cls(plan.of_rows(rows), own, plan.rows[index])
 
-    # One part's logits are gone before the next one's are made: each method makes its own.
-
-    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(hidden[self.rows], weight, bias)
-
-    def normalisers(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Normaliser, Normaliser | None, Tensor]:
-        return normalisers_of(self._logits(hidden, weight, bias), self.plan, self.request)
 
     def add_gradients(
         self,
         tensors: tuple[Tensor, Tensor, Tensor | None],
+        logits: Tensor,
         normalisers: tuple[Normaliser, Normaliser | None],
         upstream: list[Tensor | None],
         totals: tuple[Tensor | None, Tensor | None, Tensor | None],
     ) -> None:
-        """Add this part's gradients of hidden, weight and bias to the totals that are wanted."""
-        hidden, weight, bias = tensors
+        """Add this part's gradients of hidden, weight and bias to the totals that are wanted.
+
+        The logits may be overwritten.
+        """
+        hidden, weight, _ = tensors
         of_hidden, of_weight, of_bias = totals
-        logits = self._logits(hidden, weight, bias)
         gradient = gradient_of(logits, self.plan, self.request, *normalisers, upstream)
-        del logits
         valid = slice(0, self.plan.shard.valid)  # what stands in the padding may be NaN
         if of_hidden is not None:
             of_hidden[self.rows] = gradient[:, valid] @ weight[valid]
@@ -375,7 +376,10 @@ class _Part(NamedTuple):
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Scores through whole logits of a part of the rows at a time, made again in the backward."""
+    """Scores through whole logits of a part of the rows at a time.
+
+    The last part's are kept for the backward; the others' are made again there.
+    """
 
     @staticmethod
     def forward(
@@ -390,12 +394,16 @@ class _ChunkedScores(torch.autograd.Function):
         outputs, saved = [], []
         with torch.autocast(hidden.device.type, enabled=False):
             for part in parts:
-                support, full, target = part.normalisers(hidden, weight, bias)
+                logits = None  # one part's are gone before the next one's are made
+                logits = part.logits(hidden, weight, bias)
+                support, full, target = normalisers_of(logits, part.plan, part.request)
                 outputs.append([score_of(name, support, full, target) for name in request.wanted])
                 saved.append((*support, *(full or (None,) * 4)))
         values = tuple(torch.cat(parts_of_one) for parts_of_one in zip(*outputs, strict=True))
         ctx.request, ctx.parts, ctx.main_grad = request, parts, main_grad
         ctx.owner = weight if main_grad is not None else None
+        # not as a saved tensor: the first backward overwrites it, a second one makes it again
+        ctx.kept = logits
         ctx.save_for_backward(hidden, weight, bias, *(t for tensors in saved for t in tensors))
         ctx.set_materialize_grads(False)
         named = zip(request.wanted, values, strict=True)
@@ -418,19 +426,25 @@ class _ChunkedScores(torch.autograd.Function):
             of_weight = ctx.main_grad
         if needs[2] and bias is not None:
             of_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype))
-        start = 0
-        for part, normalisers in zip(ctx.parts, _normalisers(saved), strict=True):
-            end = start + part.plan.num_rows
+        logits, ctx.kept = ctx.kept, None
+        end = sum(part.plan.num_rows for part in ctx.parts)
+        pairs = list(zip(ctx.parts, _normalisers(saved), strict=True))
+        for part, normalisers in reversed(pairs):
+            start = end - part.plan.num_rows
             upstream = [None if grad is None else grad[start:end] for grad in grads]
-            start = end
+            end = start
             if any(grad is not None for grad in upstream):
                 with torch.autocast(hidden.device.type, enabled=False):
+                    if logits is None:
+                        logits = part.logits(hidden, weight, bias)
                     part.add_gradients(
                         (hidden, weight, bias),
+                        logits,
                         normalisers,
                         upstream,
                         (of_hidden, of_weight, of_bias),
                     )
+            logits = None
         if ctx.main_grad is not None and needs[1]:
             of_weight = _told_megatron(ctx.owner)
         elif of_weight is not None:
@@ -444,9 +458,17 @@ _TILE_BYTES = 1 << 26
 
 
 def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
-    """total += gradient.T @ rows, by tiles of the vocabulary where the types differ."""
+    """total += gradient.T @ rows, rounded to the total's type.
+
+    Where torch has no such product (on CPUs, before 2.8, into float64), each tile of the vocabulary
+    is rounded to the rows' type first.
+    """
     if total.dtype == rows.dtype:
         total.addmm_(gradient.T, rows)
+        return
+    mixed = rows.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out")
+    if mixed and total.dtype == torch.float32:
+        torch.addmm(total, gradient.T, rows, out_dtype=torch.float32, out=total)
         return
     tile = max(1, _TILE_BYTES // (rows.element_size() * max(1, rows.shape[1])))
     for start in range(0, total.shape[0], tile):

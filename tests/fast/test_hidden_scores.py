@@ -180,21 +180,30 @@ def test_one_id_of_many_rows_takes_bounded_memory(monkeypatch: pytest.MonkeyPatc
     assert max(shape[0] for shape in made if len(shape) == 2) <= 7
 
 
-def test_only_one_part_has_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case("cpu", [(2, 12, "mixed")], 50)
+def test_one_part_has_logits_at_a_time_and_the_last_keeps_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = make_case("cpu", [(2, 13, "mixed")], 50)
     layer = Layer.of(case, 6, torch.float32, bias=False)
-    linear, alive, most = torch.nn.functional.linear, weakref.WeakSet(), []
+    linear, alive, most, rows = torch.nn.functional.linear, weakref.WeakSet(), [], []
 
     def counted(*args: Any) -> torch.Tensor:
         logits = linear(*args)
         alive.add(logits)
         most.append(len(alive))
+        rows.append(len(logits))
         return logits
 
     monkeypatch.setattr(torch.nn.functional, "linear", counted)
-    weights = weights_of(case.plan, ("entropy",))
-    scored(layer, case.plan, weights, path="chunked", max_bytes=2 * 3 * 50 * 4)
-    assert len(most) == 2 * 4
+    leaves = layer.leaves()
+    max_bytes = 2 * 3 * 50 * 4
+    scores = score_hidden(**leaves, plan=case.plan, scores=("entropy",), max_bytes=max_bytes)
+    assert scores.entropy is not None
+    assert (rows, len(alive)) == ([1, 3, 3, 3, 3], 1)
+    torch.autograd.grad(scores.entropy.sum(), list(leaves.values()), retain_graph=True)
+    assert (rows[5:], len(alive)) == ([3, 3, 3, 1], 0)
+    torch.autograd.grad(scores.entropy.sum(), list(leaves.values()))
+    assert (rows[9:], len(alive)) == ([3, 3, 3, 3, 1], 0)
     assert max(most) == 1
 
 
