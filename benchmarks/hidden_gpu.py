@@ -8,10 +8,14 @@ each of n bands of ranks, of equal width in log rank, so a few hundred ids are i
 
 "dense" makes the logits by one matrix product and scores them with `score_logits`, which reads
 only the supports of them; "chunked" is `score_hidden` on its path through whole logits in bounded
-memory; Liger's fused linear cross-entropy normalises over the vocabulary, without replay. Times
-are medians by CUDA events behind other GPU work, with the ids already sorted, which is done once a
-plan and timed apart. The gradient error is that of the hidden states, the largest against float64
-over the largest, on 32 rows.
+memory; both are measured with the differentiable entropy too. Liger's fused linear cross-entropy
+normalises over the vocabulary, without replay. "weight gradient" is that part alone, added to a
+float32 buffer: as the library does it, and by atomics, whose order of addition differs from run to
+run.
+
+Times are medians by CUDA events behind other GPU work, with the ids already sorted, which is done
+once a plan and timed apart. The gradient error is that of the hidden states, the largest against
+float64 over the largest, on 32 rows.
 """
 
 from __future__ import annotations
@@ -27,21 +31,32 @@ from typing import Any
 import numpy as np
 import scores_gpu
 import torch
+import triton
+import triton.language as tl
 from scores_gpu import Result
 from torch import Tensor
 
 from rlreplay import ParallelState, ReplayPlan, RolloutSamplingMask, RowLayout, score_logits
-from rlreplay.hidden_scores import score_hidden
+from rlreplay.hidden_scores import MAX_BYTES, score_hidden
 from rlreplay.id_segments import IdSegments
+from rlreplay.kernels import triton_linear
 
 VOCAB = scores_gpu.CENTRE["vocab"]
-IDS = (4, 8, 16, 50, 500)
-SIZES = ((8192, 4096), (8192, 2048), (8192, 7168), (32768, 4096), (32768, 2048), (32768, 7168))
+CENTRE = (8192, 4096)
+SIZES = (CENTRE, (8192, 2048), (8192, 7168), (32768, 4096), (32768, 2048), (32768, 7168))
+IDS = {8192: (4, 8, 16, 50, 500, 1000, 2000), 32768: (4, 8, 16, 50, 500)}
+WHOLE_AT = {8192: (16, 500, 1000, 2000), 32768: (16,)}
+"""Ids at which the paths through whole logits are measured: they hardly depend on the ids."""
 CHECKED_ROWS = 32
+
 SPARSE, DENSE, CHUNKED = "sparse", "dense GEMM + score_logits", "chunked"
+MAIN_GRAD = "sparse, main_grad"
 LIGER = "Liger fused linear CE, full vocab"
+SORTED, ATOMICS = "sorted segments", "atomics"
+LOG_PROBS, BOTH = ("log_probs",), ("log_probs", "entropy")
 
 Step = Callable[[], Any]
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 @dataclass
@@ -83,49 +98,89 @@ def make_inputs(hidden: Tensor, weight: Tensor, ids: int) -> Inputs:
     return Inputs(hidden, weight, plan, upstream, torch.from_numpy(sampled).to("cuda"))
 
 
-def through_hidden(inputs: Inputs, path: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    def forward(hidden: Tensor, weight: Tensor) -> Tensor:
-        log_probs = score_hidden(hidden, weight, inputs.plan, path=path).log_probs
-        assert log_probs is not None
-        return log_probs
+def through_hidden(inputs: Inputs, path: Any, names: Any, **options: Any) -> Forward:
+    def forward(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        scores = score_hidden(hidden, weight, inputs.plan, scores=names, path=path, **options)
+        return tuple(scores.asked().values())
 
     return forward
 
 
-def dense(inputs: Inputs) -> Callable[[Tensor, Tensor], Tensor]:
-    def forward(hidden: Tensor, weight: Tensor) -> Tensor:
-        log_probs = score_logits(hidden @ weight.T, inputs.plan).log_probs
-        assert log_probs is not None
-        return log_probs
+def into_main_grad(inputs: Inputs) -> Forward:
+    buffer = torch.zeros(inputs.weight.shape, device="cuda")
+    forward = through_hidden(inputs, "sparse", LOG_PROBS, weight_gradient="main_grad")
+
+    def with_buffer(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        weight.main_grad = buffer  # type: ignore[attr-defined]
+        return forward(hidden, weight)
+
+    return with_buffer
+
+
+def dense(inputs: Inputs, names: Any) -> Forward:
+    def forward(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        scores = score_logits(hidden @ weight.T, inputs.plan, scores=names)
+        return tuple(scores.asked().values())
 
     return forward
 
 
-def liger(inputs: Inputs) -> Callable[[Tensor, Tensor], Tensor]:
+def liger(inputs: Inputs) -> Forward:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    def forward(hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         rows = hidden[: inputs.rows]
         loss: Tensor = liger_fused_linear_cross_entropy(
             rows, weight, inputs.sampled, reduction="sum"
         )
-        return loss
+        return (loss,)
 
     return forward
 
 
-def steps(inputs: Inputs, forward: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Step]:
-    def alone() -> Tensor:
+def steps(inputs: Inputs, forward: Forward) -> dict[str, Step]:
+    def alone() -> tuple[Tensor, ...]:
         with torch.no_grad():
             return forward(inputs.hidden, inputs.weight)
 
-    def both() -> tuple[Tensor, ...]:
+    def both() -> tuple[Tensor | None, ...]:
         leaves = [t.detach().requires_grad_() for t in (inputs.hidden, inputs.weight)]
-        value = forward(*leaves)
-        upstream = inputs.upstream if value.ndim else None
-        return torch.autograd.grad(value, leaves, upstream)
+        values = forward(*leaves)
+        upstream = [inputs.upstream if value.ndim else None for value in values]
+        return torch.autograd.grad(values, leaves, upstream, allow_unused=True)
 
     return {"forward": alone, "forward+backward": both}
+
+
+@triton.jit
+def _atomics_kernel(grad, hidden, stride, rows, ids, out, width, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < width
+    row = tl.load(hidden + tl.load(rows + n) * stride + lanes, mask=inside, other=0.0)
+    value = row.to(tl.float32) * tl.load(grad + n)
+    place = out + tl.load(ids + n).to(tl.int64) * width + lanes
+    tl.atomic_add(place, value, mask=inside, sem="relaxed")
+
+
+def weight_gradients(inputs: Inputs) -> dict[str, Step]:
+    """The weight's gradient alone, added to a float32 buffer."""
+    plan, hidden = inputs.plan, inputs.hidden
+    buffer = torch.zeros(inputs.weight.shape, device="cuda")
+    grad = scores_gpu.noise()[: plan.num_ids].clone()
+    width, block = hidden.shape[1], 2048  # faster than 1,024 here
+
+    def by_segments() -> Tensor:
+        triton_linear.weight_gradient(grad, hidden, plan, buffer, True)
+        return buffer
+
+    def by_atomics() -> Tensor:
+        _atomics_kernel[(plan.num_ids, triton.cdiv(width, block))](
+            grad, hidden, hidden.stride(0), plan.id_rows, plan.ids, buffer, width, BLOCK=block
+        )
+        return buffer
+
+    return {SORTED: by_segments, ATOMICS: by_atomics}
 
 
 def gradient_error(inputs: Inputs, step: Step) -> float:
@@ -144,32 +199,39 @@ def gradient_error(inputs: Inputs, step: Step) -> float:
 def weight_difference(inputs: Inputs) -> float:
     """Between the weight's gradients of the sparse and the dense path, the largest over the
     largest; both are rounded to bf16, the dense path's logits too."""
-    sparse = steps(inputs, through_hidden(inputs, "sparse"))["forward+backward"]()[1]
-    other = steps(inputs, dense(inputs))["forward+backward"]()[1]
+    sparse = steps(inputs, through_hidden(inputs, "sparse", LOG_PROBS))["forward+backward"]()[1]
+    other = steps(inputs, dense(inputs, LOG_PROBS))["forward+backward"]()[1]
     return float((sparse - other).abs().max() / other.abs().max())
 
 
-def measure(inputs: Inputs, path: str, repeats: int) -> Iterator[Result]:
+def measure(inputs: Inputs, path: str, names: tuple[str, ...], repeats: int) -> Iterator[Result]:
     make = {
-        SPARSE: lambda: through_hidden(inputs, "sparse"),
-        CHUNKED: lambda: through_hidden(inputs, "chunked"),
-        DENSE: lambda: dense(inputs),
+        SPARSE: lambda: through_hidden(inputs, "sparse", names),
+        MAIN_GRAD: lambda: into_main_grad(inputs),
+        CHUNKED: lambda: through_hidden(inputs, "chunked", names),
+        DENSE: lambda: dense(inputs, names),
         LIGER: lambda: liger(inputs),
     }[path]
     for work, step in steps(inputs, make()).items():
-        result: Result = {"path": path, "work": work}
+        result: Result = {"path": path, "work": work, "scores": "+".join(names)}
+        if path == CHUNKED:
+            result["max_bytes"] = MAX_BYTES
         try:
             step()
-            if work == "forward+backward" and path != LIGER:
+            if work == "forward+backward" and names == LOG_PROBS and path != LIGER:
                 result["gradient_error"] = gradient_error(inputs, step)
-            result["ms"] = round(scores_gpu.milliseconds(step, scores_gpu.BEHIND, repeats), 4)
-            result["peak_bytes"] = scores_gpu.peak_bytes(step)
+            result.update(timed(step, repeats))
         except Exception as error:
-            if path in (SPARSE, CHUNKED, DENSE):  # ours are not to fail; a peer may
+            if path != LIGER:  # ours are not to fail; a peer may
                 raise
             result["failed"] = scores_gpu.first_line(error)
         yield result
         torch.cuda.empty_cache()
+
+
+def timed(step: Step, repeats: int) -> Result:
+    milliseconds = scores_gpu.milliseconds(step, scores_gpu.BEHIND, repeats)
+    return {"ms": round(milliseconds, 4), "peak_bytes": scores_gpu.peak_bytes(step)}
 
 
 def sort_milliseconds(plan: ReplayPlan) -> float:
@@ -190,44 +252,94 @@ def sweep(quick: bool) -> Iterator[Result]:
             *shape, generator=generator, device="cuda", dtype=torch.bfloat16
         )
         hidden, weight = draw(rows + 1, width), draw(VOCAB, width).mul_(2 / width**0.5)
-        for ids in IDS:
+        for ids in IDS[rows]:
             inputs = make_inputs(hidden, weight, ids)
             point = {"rows": rows, "width": width, "vocab": VOCAB, "ids": ids, "dtype": "bf16"}
-            sort = sort_milliseconds(inputs.plan)
-            for result in measure(inputs, SPARSE, 15):
-                yield {**point, **result, "sort_ms": sort}
-            if ids != 16:
-                continue
-            difference = weight_difference(inputs)
-            others = (DENSE, CHUNKED, LIGER) if (rows, width) == SIZES[0] else (DENSE,)
-            for path in others:
-                for result in measure(inputs, path, 7):
-                    extra = {"weight_gradient_difference": difference} if path == DENSE else {}
-                    yield {**point, **result, **extra}
+            for result in at_point(inputs, ids, (rows, width) == CENTRE):
+                yield {**point, **result}
         del hidden, weight, inputs
         torch.cuda.empty_cache()
 
 
+def at_point(inputs: Inputs, ids: int, centre: bool) -> Iterator[Result]:
+    sort = sort_milliseconds(inputs.plan)
+    for result in measure(inputs, SPARSE, LOG_PROBS, 15):
+        yield {**result, "sort_ms": sort}
+    if ids in WHOLE_AT[inputs.rows]:
+        for path in (DENSE, CHUNKED) if centre or ids == 16 else (CHUNKED,):
+            yield from measure(inputs, path, LOG_PROBS, 7)
+    if ids == 16:
+        yield {"path": "weights' difference", "ratio": weight_difference(inputs)}
+        yield from measure(inputs, MAIN_GRAD, LOG_PROBS, 15)
+    if centre and ids == 16:
+        for path in (DENSE, CHUNKED):
+            yield from measure(inputs, path, BOTH, 7)
+        yield from measure(inputs, LIGER, LOG_PROBS, 7)
+    if centre and ids in (16, 50, 500):
+        for path, step in weight_gradients(inputs).items():
+            yield {"path": path, "work": "weight gradient", **timed(step, 15)}
+
+
 def print_table(results: list[Result]) -> None:
-    dense_ms = {(r["rows"], r["width"], r["work"]): r["ms"] for r in results if r["path"] == DENSE}
+    whole = {
+        (r["rows"], r["width"], r["work"], r["scores"]): r["ms"]
+        for r in results
+        if r["path"] == DENSE and r["ids"] == 16
+    }
     lines = []
     for row in results:
+        if "ratio" in row:
+            continue
         start = [f"{row['rows']:,}", f"{row['width']:,}", f"{row['ids']}", row["path"], row["work"]]
+        start.append(row.get("scores", ""))
         if "failed" in row:
             lines.append([*start, row["failed"][:40], "", "", ""])
             continue
-        reference = dense_ms.get((row["rows"], row["width"], row["work"]))
+        reference = whole.get((row["rows"], row["width"], row["work"], row.get("scores")))
         error = row.get("gradient_error")
         lines.append(
             [
                 *start,
                 f"{row['ms']:.3f}",
-                "" if reference is None else f"{reference / row['ms']:.1f}x",
+                "" if reference is None else f"{reference / row['ms']:.2f}x",
                 f"{row['peak_bytes'] / 2**30:.2f}",
                 "" if error is None else f"{error:.1e}",
             ]
         )
-    columns = ("R", "D", "ids", "path", "work", "ms", "dense / it", "peak GiB", "gradient error")
+    columns = ("R", "D", "ids", "path", "work", "scores", "ms", "dense / it", "peak GiB", "error")
+    scores_gpu.print_rows(columns, lines)
+
+
+def break_even(results: list[Result], other: str, work: str) -> dict[tuple[int, int], float]:
+    """For each R and D, the ids a row at which the sparse path takes as long as another, on the
+    line through the two measured points around it, or through the last two."""
+    found = {}
+    for size in SIZES:
+        rows = [
+            r
+            for r in results
+            if (r["rows"], r["width"], r.get("work")) == (*size, work)
+            and r.get("scores") == "log_probs"
+        ]
+        sparse = sorted((r["ids"], r["ms"]) for r in rows if r["path"] == SPARSE)
+        whole = [r["ms"] for r in rows if r["path"] == other]
+        if len(sparse) < 2 or not whole:
+            continue
+        limit = float(np.median(whole))
+        above = [k for k, (_, ms) in enumerate(sparse) if ms >= limit]
+        k = max(1, above[0] if above else len(sparse) - 1)
+        (n0, t0), (n1, t1) = sparse[k - 1], sparse[k]
+        found[size] = n0 + (limit - t0) * (n1 - n0) / (t1 - t0)
+    return found
+
+
+def print_break_even(results: list[Result]) -> None:
+    lines = []
+    for work in ("forward", "forward+backward"):
+        for other in (DENSE, CHUNKED):
+            for (rows, width), ids in break_even(results, other, work).items():
+                lines.append([f"{rows:,}", f"{width:,}", work, other, f"{ids:,.0f}"])
+    columns = ("R", "D", "work", "beside", "break-even ids a row")
     scores_gpu.print_rows(columns, lines)
 
 
@@ -238,7 +350,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="print a file, measure nothing")
     options = parser.parse_args()
     if options.results:
-        print_table(scores_gpu.read_results(options.results))
+        results = scores_gpu.read_results(options.results)
+        print_table(results)
+        print_break_even(results)
         return
     facts = scores_gpu.environment(scores_gpu.copy_bandwidth())
     results = []
@@ -248,6 +362,7 @@ def main() -> None:
             with options.out.open("w" if len(results) == 1 else "a") as file:
                 file.write(json.dumps(results[-1]) + "\n")
     print_table(results)
+    print_break_even(results)
 
 
 if __name__ == "__main__":
