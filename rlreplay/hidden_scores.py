@@ -358,10 +358,13 @@ class _Part(NamedTuple):
         normalisers: tuple[Normaliser, Normaliser | None],
         upstream: list[Tensor | None],
         totals: tuple[Tensor | None, Tensor | None, Tensor | None],
+        accumulate: bool,
     ) -> None:
         """Add this part's gradients of hidden, weight and bias to the totals that are wanted.
 
-        The logits may be overwritten.
+        Args:
+            logits: may be overwritten.
+            accumulate: add to the weight's total, instead of writing over it.
         """
         hidden, weight, _ = tensors
         of_hidden, of_weight, of_bias = totals
@@ -370,7 +373,7 @@ class _Part(NamedTuple):
         if of_hidden is not None:
             of_hidden[self.rows] = gradient[:, valid] @ weight[valid]
         if of_weight is not None:
-            _add_product(of_weight[valid], gradient[:, valid], hidden[self.rows])
+            _add_product(of_weight[valid], gradient[:, valid], hidden[self.rows], accumulate)
         if of_bias is not None:
             of_bias += gradient.sum(dim=0, dtype=of_bias.dtype)
 
@@ -414,6 +417,9 @@ class _ChunkedScores(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *saved = ctx.saved_tensors
+        logits, ctx.kept = ctx.kept, None
+        if all(grad is None for grad in grads):
+            return (None,) * 6
         needs = ctx.needs_input_grad
         of_hidden = of_weight = of_bias = None
         if needs[0]:
@@ -421,30 +427,25 @@ class _ChunkedScores(torch.autograd.Function):
         if needs[1] and ctx.main_grad is None:
             # several parts are added in float32: each would else be rounded once more
             dtype = _wide(weight.dtype) if len(ctx.parts) > 1 else weight.dtype
-            of_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+            of_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+            of_weight[ctx.parts[0].plan.shard.valid :] = 0
         elif needs[1]:
             of_weight = ctx.main_grad
         if needs[2] and bias is not None:
             of_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype))
-        logits, ctx.kept = ctx.kept, None
+        accumulate = ctx.main_grad is not None
         end = sum(part.plan.num_rows for part in ctx.parts)
         pairs = list(zip(ctx.parts, _normalisers(saved), strict=True))
         for part, normalisers in reversed(pairs):
             start = end - part.plan.num_rows
             upstream = [None if grad is None else grad[start:end] for grad in grads]
-            end = start
-            if any(grad is not None for grad in upstream):
-                with torch.autocast(hidden.device.type, enabled=False):
-                    if logits is None:
-                        logits = part.logits(hidden, weight, bias)
-                    part.add_gradients(
-                        (hidden, weight, bias),
-                        logits,
-                        normalisers,
-                        upstream,
-                        (of_hidden, of_weight, of_bias),
-                    )
-            logits = None
+            end, totals = start, (of_hidden, of_weight, of_bias)
+            with torch.autocast(hidden.device.type, enabled=False):
+                if logits is None:
+                    logits = part.logits(hidden, weight, bias)
+                tensors = (hidden, weight, bias)
+                part.add_gradients(tensors, logits, normalisers, upstream, totals, accumulate)
+            accumulate, logits = True, None
         if ctx.main_grad is not None and needs[1]:
             of_weight = _told_megatron(ctx.owner)
         elif of_weight is not None:
@@ -457,23 +458,27 @@ class _ChunkedScores(torch.autograd.Function):
 _TILE_BYTES = 1 << 26
 
 
-def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
-    """total += gradient.T @ rows, rounded to the total's type.
+def _add_product(total: Tensor, gradient: Tensor, rows: Tensor, accumulate: bool) -> None:
+    """total += gradient.T @ rows, rounded to the total's type; or = where nothing is added to.
 
     Where torch has no such product (on CPUs, before 2.8, into float64), each tile of the vocabulary
     is rounded to the rows' type first.
     """
-    if total.dtype == rows.dtype:
-        total.addmm_(gradient.T, rows)
-        return
+    beta = 1 if accumulate else 0
     mixed = rows.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out")
-    if mixed and total.dtype == torch.float32:
-        torch.addmm(total, gradient.T, rows, out_dtype=torch.float32, out=total)
-        return
-    tile = max(1, _TILE_BYTES // (rows.element_size() * max(1, rows.shape[1])))
-    for start in range(0, total.shape[0], tile):
-        columns = slice(start, start + tile)
-        total[columns] += gradient[:, columns].T @ rows
+    if rows.shape[0] == 0:
+        if not accumulate:
+            total.zero_()
+    elif total.dtype == rows.dtype:
+        total.addmm_(gradient.T, rows, beta=beta)
+    elif mixed and total.dtype == torch.float32:
+        torch.addmm(total, gradient.T, rows, beta=beta, out_dtype=torch.float32, out=total)
+    else:
+        tile = max(1, _TILE_BYTES // (rows.element_size() * max(1, rows.shape[1])))
+        for start in range(0, total.shape[0], tile):
+            columns = slice(start, start + tile)
+            product = gradient[:, columns].T @ rows
+            total[columns] = total[columns] + product if accumulate else product
 
 
 def _normalisers(saved: Sequence[Any]) -> Iterator[tuple[Normaliser, Normaliser | None]]:

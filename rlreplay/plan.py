@@ -195,21 +195,23 @@ class ReplayPlan:
         Args:
             index: int `[rows]`, response rows of this rank, ascending.
         """
-        lengths = np.diff(self.host_offsets)[index]
-        offsets = offsets_of(lengths)
+        offsets = offsets_of(np.diff(self.host_offsets)[index])
         shift = self.host_offsets[:-1][index] - offsets[:-1]
-        positions = np.arange(offsets[-1]) + np.repeat(shift, lengths)
         free = self.host_unrestricted[index]
-        count, parts = len(index), (np.asarray(index), positions, offsets, shift)
+        count, parts = len(index), (np.asarray(index), offsets, shift)
         on_device = to_device(np.concatenate(parts).astype(np.int64), self.device)
-        index_, positions_, offsets_, shift_ = torch.split(on_device, [len(part) for part in parts])
+        index_, offsets_, shift_ = torch.split(on_device, [len(part) for part in parts])
+        # the host works on rows, the device on ids; output_size spares the sync that counts them
+        total = int(offsets[-1])
+        shifts = torch.repeat_interleave(shift_, offsets_.diff(), output_size=total)
+        positions = torch.arange(total, device=self.device) + shifts
         targets = self.targets[index_]
         rows = torch.arange(count, device=self.device)
         return replace(
             self,
             rows=rows,
             offsets=offsets_,
-            ids=self.ids[positions_],
+            ids=self.ids[positions],
             targets=torch.where(targets >= 0, targets - shift_, -1),
             unrestricted=self.unrestricted[index_],
             response_rows=rows,

@@ -86,12 +86,14 @@ def _places(rank: int, world_size: int, tp: int, cp: int) -> list[object]:
             ],
         ),
         (1, 1, [[(0, 1, 0, 1), None, None, None]] * 4),
+        (2, 1, [[(0, 2, 0, 1), [0, 1], None, [0, 1]], [(1, 2, 0, 1), [0, 1], None, [0, 1]]]),
+        (1, 2, [[(0, 1, 0, 2), None, [0, 1], [0, 1]], [(0, 1, 1, 2), None, [0, 1], [0, 1]]]),
     ],
 )
 def test_from_megatron_reads_ranks_sizes_and_groups(
     tp: int, cp: int, expected: list[list[object]]
 ) -> None:
-    assert run_ranks(4, _places, tp, cp) == expected
+    assert run_ranks(len(expected), _places, tp, cp) == expected
 
 
 def _before_initialisation(rank: int, world_size: int) -> None:
@@ -176,8 +178,8 @@ def _check_parity(rank: int, world_size: int, tp: int, cp: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tp", "cp"), [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("tp", "cp"), [(4, 1), (2, 2), (1, 4), (2, 1), (1, 2)])
 def test_without_masks_it_is_megatrons_cross_entropy(tp: int, cp: int, dtype: torch.dtype) -> None:
-    rows = run_ranks(4, _check_parity, tp, cp, dtype)
+    rows = run_ranks(tp * cp, _check_parity, tp, cp, dtype)
     batch = make_batch(11, samples=6, max_response=12, vocab_size=64)
     assert sum(rows) == tp * sum(batch.response_lengths)

@@ -28,7 +28,7 @@ def run_python(*arguments: str, timeout: float) -> str:
     # One thread a rank: the ranks share this machine's cores.
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TORCH_COMPILE_DISABLE": "1",
