@@ -9,14 +9,16 @@ Rows of `hidden`, and of the weight where an id is popular, come from the caches
 |---|---|---|
 | `_logits_kernel` | 2 e N D | lanes over D, then a tree |
 | `_hidden_gradient_kernel` | e N D + e T D | id after id |
-| `_weight_gradient_kernel` | e N D + e' U D | row after row of a piece |
-| `_split_gradient_kernel` | 4 D a piece, + e' D an id of several pieces | piece after piece |
+| `_weight_gradient_kernel` | e N D + e' U D + a D a piece of a cut id | row after row of a piece |
+| `_split_gradient_kernel` | a D a piece + e' D a cut id | piece after piece |
 
-No atomics: an id that many rows name is cut into pieces whose sums are kept and added in order.
-That costs the partial sums' memory, 4 D bytes for every `PIECE` rows of such an id; the atomics
-would need a float32 buffer of the whole weight's size, and are slower. Nor is a popular id given to
-a small product of matrices: a row's bits would then depend on which ids are popular in its batch.
-Sums run in float32 (float64 for float64).
+e' is the size of an entry of what is written to (twice where it is added to), a that of a sum: sums
+run in float32 (float64 for float64).
+
+No atomics: an id that many rows name is cut into pieces whose sums are kept and added in order, a D
+bytes for every `PIECE` rows of such an id. Popular ids are not given to a small product of
+matrices: the logits and the hidden states' gradient of a row would then depend on which ids are
+popular in its batch.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from rlreplay.kernels.rows import accumulator
 from rlreplay.plan import ReplayPlan
 
 # Fixed: the order of a sum shall not depend on the batch.
-_ENTRIES, _WARPS, _UNROLL = 16, 4, 4
+_ENTRIES, _LOGITS_COLUMNS, _LOGITS_WARPS = 16, 256, 4
+_UNROLL, _GRADIENT_COLUMNS, _GRADIENT_WARPS = 4, 512, 1
 
 
 def support_logits(
@@ -45,7 +48,7 @@ def support_logits(
     if plan.num_ids == 0:
         return logits
     width = hidden.shape[1]
-    block = _block(width)
+    block = _block(width, _LOGITS_COLUMNS)
     _logits_kernel[(triton.cdiv(plan.num_ids, _ENTRIES),)](
         hidden,
         hidden.stride(0),
@@ -61,7 +64,7 @@ def support_logits(
         EVEN=width % block == 0,
         ENTRIES=_ENTRIES,
         BLOCK=block,
-        num_warps=_WARPS,
+        num_warps=_LOGITS_WARPS,
     )
     return logits
 
@@ -75,7 +78,7 @@ def hidden_gradient(
     """As `torch_linear.hidden_gradient`: one program for a row and a block of its columns."""
     gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     rows, width = hidden.shape
-    block = _wide_block(width)
+    block = _block(width, _GRADIENT_COLUMNS)
     if gradient.numel():
         _hidden_gradient_kernel[(rows, triton.cdiv(width, block))](
             grad,
@@ -89,7 +92,7 @@ def hidden_gradient(
             width,
             UNROLL=_UNROLL,
             BLOCK=block,
-            num_warps=1,
+            num_warps=_GRADIENT_WARPS,
         )
     return gradient
 
@@ -105,7 +108,7 @@ def weight_gradient(
     if plan.num_ids == 0:
         return
     segments, width = plan.by_id, hidden.shape[1]
-    block = _wide_block(width)
+    block = _block(width, _GRADIENT_COLUMNS)
     blocks = triton.cdiv(width, block)
     partials = torch.empty(
         segments.num_partials, width, dtype=accumulator(hidden.dtype), device=hidden.device
@@ -125,7 +128,7 @@ def weight_gradient(
         ACCUMULATE=accumulate,
         UNROLL=_UNROLL,
         BLOCK=block,
-        num_warps=1,
+        num_warps=_GRADIENT_WARPS,
     )
     if segments.split_columns.numel():
         _split_gradient_kernel[(segments.split_columns.numel(), blocks)](
@@ -138,18 +141,13 @@ def weight_gradient(
             ACCUMULATE=accumulate,
             UNROLL=_UNROLL,
             BLOCK=block,
-            num_warps=1,
+            num_warps=_GRADIENT_WARPS,
         )
 
 
-def _block(width: int) -> int:
+def _block(width: int, most: int) -> int:
     """Columns of `hidden` at a time, by shape alone."""
-    return min(256, max(16, 1 << max(0, width - 1).bit_length()))
-
-
-def _wide_block(width: int) -> int:
-    """Columns of the gradients' programs, of one warp each, by shape alone."""
-    return min(512, max(16, 1 << max(0, width - 1).bit_length()))
+    return min(most, max(16, 1 << max(0, width - 1).bit_length()))
 
 
 @triton.jit
@@ -268,11 +266,11 @@ def _weighted_rows(
     total = tl.zeros((BLOCK,), acc)
     for start in range(first, last, UNROLL):
         for i in tl.static_range(UNROLL):
-            at = tl.minimum(start + i, last - 1)  # past the end, the last row again, times 0
+            at = tl.minimum(start + i, last - 1)  # past the end the last row again, not added
             row = tl.load(rows + at).to(tl.int64)
-            factor = tl.where(start + i < last, tl.load(factors + at), 0.0)
             values = tl.load(matrix + row * stride, mask=inside, other=0.0)
-            total += values.to(acc) * factor
+            term = values.to(acc) * tl.load(factors + at)
+            total += tl.where(start + i < last, term, 0.0)
     return total
 
 
