@@ -345,6 +345,7 @@ class Batch:
                 vocab_size=VOCAB,
                 device=DEVICE,
                 shard_columns=PADDED_VOCAB // parallel.tp_size,
+                sort_ids=True,
             ),
             old_log_probs=rows([torch.tensor(r.rollout_log_probs) for r in samples]),
             advantages=rows([advantage.expand(len(r)) for advantage, r in mine]),

@@ -163,7 +163,8 @@ class ReplayPlan:
 
     @functools.cached_property
     def by_id(self) -> IdSegments:
-        """The support ids sorted by column; on a GPU the host waits for it, once for the plan."""
+        """The support ids sorted by column, once for the plan. On a GPU the host waits for it:
+        where it is made, by `build(sort_ids=True)` or else by the first backward that needs it."""
         return IdSegments.of(self.ids)
 
     @functools.cached_property
@@ -195,10 +196,11 @@ class ReplayPlan:
         Args:
             index: int `[rows]`, response rows of this rank, ascending.
         """
-        offsets = offsets_of(np.diff(self.host_offsets)[index])
-        shift = self.host_offsets[:-1][index] - offsets[:-1]
+        starts = self.host_offsets[index]
+        offsets = offsets_of(self.host_offsets[index + 1] - starts)
+        shift = starts - offsets[:-1]
         free = self.host_unrestricted[index]
-        count, parts = len(index), (np.asarray(index), offsets, shift)
+        count, parts = len(index), (index, offsets, shift)
         on_device = to_device(np.concatenate(parts).astype(np.int64), self.device)
         index_, offsets_, shift_ = torch.split(on_device, [len(part) for part in parts])
         # the host works on rows, the device on ids; output_size spares the sync that counts them
@@ -234,6 +236,7 @@ class ReplayPlan:
         on_missing_token: OnMissingToken = "raise",
         shard_columns: int | None = None,
         assembled: bool = False,
+        sort_ids: bool = False,
         check_agreement: bool = True,
     ) -> ReplayPlan:
         """Check a micro-batch and lay it out for this rank: O(N) array work and two copies.
@@ -252,6 +255,8 @@ class ReplayPlan:
             shard_columns: columns of this rank's logits, needed where a sharded vocabulary is
                 padded. By default `ceil(vocab_size / tp_size)`.
             assembled: lay the supports over the whole vocabulary, for `score_assembled`.
+            sort_ids: sort the support ids by column here, where the host waits for little; for
+                `score_hidden`, whose first backward does it else.
             check_agreement: have the ranks compare what they were given. With False, a rank that
                 raises alone leaves its peers waiting in their next collective.
 
@@ -281,9 +286,14 @@ class ReplayPlan:
 
         check_kind(parallel, ParallelState, "parallel")
 
-        if not check_agreement:
-            return attempt()
-        return parallel.agreed(attempt, lambda plan: plan.fingerprint)
+        if check_agreement:
+            plan = parallel.agreed(attempt, lambda plan: plan.fingerprint)
+        else:
+            plan = attempt()
+        if sort_ids:
+            with torch.inference_mode(False):
+                _ = plan.id_rows_by_id
+        return plan
 
     @classmethod
     def _build_alone(

@@ -672,6 +672,29 @@ def test_dense_mask_refuses_logits_that_are_no_matrix(shape: tuple[int, ...]) ->
         build_local_sampling_mask(torch.empty(shape), mask, [0], tp_rank=0)
 
 
+@pytest.mark.parametrize("check_agreement", [True, False])
+def test_ids_are_sorted_where_the_plan_is_built(check_agreement: bool) -> None:
+    def build(sort_ids: bool) -> ReplayPlan:
+        return ReplayPlan.build(
+            [np.array([1, 2, 3])],
+            [RolloutSamplingMask.from_mask_list([[4, 2], [3, 2]])],
+            RowLayout.packed([3], [2]),
+            parallel=parallel_state(),
+            vocab_size=6,
+            device="cpu",
+            sort_ids=sort_ids,
+            check_agreement=check_agreement,
+        )
+
+    assert "by_id" not in vars(build(False))
+    with torch.inference_mode():
+        plan = build(True)
+    made = vars(plan)["id_rows_by_id"]
+    assert plan.ids.tolist() == [2, 4, 2, 3]
+    assert vars(plan)["by_id"].order.tolist() == [0, 2, 3, 1]
+    assert (made.tolist(), made.is_inference()) == ([0, 1, 1, 0], False)
+
+
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))]
 )
