@@ -40,9 +40,11 @@ PATHS = get_args(Path)
 WeightGradient = Literal["dense", "main_grad"]
 WEIGHT_GRADIENTS = get_args(WeightGradient)
 
-BREAK_EVEN_IDS = 900
-"""Support ids a row from which whole logits, chunk by chunk, are taken to be faster on a GPU: on an
-H200 they took 1.6 times as long at 500, and a line through 50 and 500 ids meets theirs here."""
+BREAK_EVEN_IDS = 2000
+"""Support ids a row from which whole logits, chunk by chunk, are taken to be faster on a GPU. On an
+H200 forward and backward take the same time at 2,060 to 2,360 ids for hidden sizes of 2,048 to
+7,168, a forward alone at 1,390 to 1,570; one number for both, so that a forward without gradient
+gives the bits of one with it."""
 
 CPU_BREAK_EVEN = 1 / 200
 """The same on CPUs, as a share of the vocabulary."""
@@ -80,6 +82,7 @@ def score_hidden(
     weight_gradient: WeightGradient = "dense",
     sequence_parallel: bool = False,
     max_bytes: int = MAX_BYTES,
+    keep_logits: bool = True,
 ) -> Scores:
     """Scores of the planned rows from the hidden states before the output layer.
 
@@ -89,12 +92,12 @@ def score_hidden(
     On the sparse path only the supports' logits are computed, N dot products in float32 (float64
     for float64) that are never rounded to the model's type. Unrestricted rows, and on the chunked
     path all rows, get whole logits in the model's type, a chunk of rows at a time: as a model with
-    an output layer computes them. The last chunk's are kept for the backward, the others' made
-    once more there.
+    an output layer computes them. The last chunk's are kept for the backward (`keep_logits`), the
+    others' made once more there.
 
     Args:
         hidden: float `[T, D]`, what the output layer is given, in the plan's rows; with
-            `sequence_parallel`, this TP rank's `[T / tp, D]`, rows in rank order.
+            `sequence_parallel`, this TP rank's `[T / tp, D]`, rows in rank order, as many on each.
         weight: float `[V, D]`, this rank's rows of the output layer's weight, in `hidden`'s type.
         plan: the micro-batch, as `ReplayPlan.build` laid it out for this rank.
         scores, differentiable, temperature, backend: as in `score_logits`.
@@ -110,7 +113,14 @@ def score_hidden(
             path a chunk's share is rounded to the weight's type before it is added, but for a
             float32 `main_grad` on CUDA with torch 2.8 or later.
         sequence_parallel: `hidden` is cut by rows over the TP group.
-        max_bytes: of whole logits and their gradient at a time.
+        max_bytes: of whole logits and their gradient at a time. A float32 total of the weight's
+            gradient comes on top where there is more than one chunk.
+        keep_logits: keep the last chunk's logits for the backward. With False all are made again:
+            for many calls before their backward, which else hold `max_bytes` each, and under
+            activation checkpointing or offloading, which do not see what is kept.
+
+    The weight's gradient needs the ids sorted: once a plan, by `ReplayPlan.build(sort_ids=True)`,
+    or by the first backward, in which a GPU's host waits for it.
 
     Runs in the tensors' own type under autocast. Not in a graph that torch.compile makes: wrap the
     function that calls it in `torch.compiler.disable`.
@@ -134,12 +144,13 @@ def score_hidden(
     chunk = _rows_of_a_chunk(weight, max_bytes, request.kernels)
     hidden = _on_every_shard(hidden, plan, sequence_parallel)
     if chunked:
-        values = _chunked_scores(hidden, layer, plan, request, np.arange(plan.num_rows), chunk)
+        rows = np.arange(plan.num_rows)
+        values = _chunked_scores(hidden, layer, plan, request, rows, chunk, keep_logits)
     else:
         values = _sparse_scores(hidden, layer, plan, request)
         if plan.has_unrestricted:
             free = np.flatnonzero(plan.host_unrestricted)
-            whole = _chunked_scores(hidden, layer, plan, request, free, chunk)
+            whole = _chunked_scores(hidden, layer, plan, request, free, chunk, keep_logits)
             where = to_device(free, plan.device)
             pairs = zip(values, whole, strict=True)
             values = tuple(value.index_copy(0, where, other) for value, other in pairs)
@@ -192,7 +203,7 @@ def sample_entropy(
     layer = _OutputLayer(weight, bias, None)
     chunk = _rows_of_a_chunk(weight, max_bytes, request.kernels)
     hidden = _on_every_shard(hidden, plan, sequence_parallel)
-    (entropy,) = _chunked_scores(hidden, layer, plan, request, rows, chunk)
+    (entropy,) = _chunked_scores(hidden, layer, plan, request, rows, chunk, False)
     if count == plan.num_rows and count:
         error = entropy.new_zeros(())
     else:
@@ -250,6 +261,9 @@ def _sparse_scores(
     logits: Tensor = _SupportLogits.apply(  # type: ignore[no-untyped-call]
         hidden, layer.weight, layer.bias, layer.main_grad, plan, _linear_kernels(request.kernels)
     )
+    if plan.has_unrestricted:
+        # their scores are written over: nothing of a sampled logit of -inf may reach a gradient
+        logits = logits.masked_fill(plan.unrestricted[plan.row_of_id()], 0)
     return request.apply(logits[None], plan.on_supports)
 
 
@@ -309,11 +323,12 @@ def _chunked_scores(
     request: Request,
     rows: IntArray,
     chunk: int,
+    keep: bool,
 ) -> tuple[Tensor, ...]:
     """The wanted scores of some response rows."""
     parts = [_Part.of(plan, request, some) for some in _split(rows, chunk)]
     values: tuple[Tensor, ...] = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
-        hidden, layer.weight, layer.bias, layer.main_grad, request, parts
+        hidden, layer.weight, layer.bias, layer.main_grad, request, parts, keep
     )
     return values
 
@@ -323,8 +338,9 @@ def _split(rows: IntArray, size: int) -> Iterator[IntArray]:
 
     One part of no rows where there are none: the collectives are entered all the same.
     """
-    yield rows[: rows.size % size or min(size, rows.size)]
-    for start in range(rows.size % size or size, rows.size, size):
+    first = rows.size % size or min(size, rows.size)
+    yield rows[:first]
+    for start in range(first, rows.size, size):
         yield rows[start : start + size]
 
 
@@ -351,22 +367,23 @@ class _Part(NamedTuple):
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(hidden[self.rows], weight, bias)
 
-    def add_gradients(
+    def write_gradients(
         self,
-        tensors: tuple[Tensor, Tensor, Tensor | None],
+        hidden: Tensor,
+        weight: Tensor,
         logits: Tensor,
         normalisers: tuple[Normaliser, Normaliser | None],
         upstream: list[Tensor | None],
         totals: tuple[Tensor | None, Tensor | None, Tensor | None],
         accumulate: bool,
     ) -> None:
-        """Add this part's gradients of hidden, weight and bias to the totals that are wanted.
+        """Write this part's rows of hidden's gradient, and add to those of weight and bias.
 
         Args:
             logits: may be overwritten.
-            accumulate: add to the weight's total, instead of writing over it.
+            totals: the gradients of hidden, weight and bias that are wanted.
+            accumulate: add to the weight's, instead of writing over it.
         """
-        hidden, weight, _ = tensors
         of_hidden, of_weight, of_bias = totals
         gradient = gradient_of(logits, self.plan, self.request, *normalisers, upstream)
         valid = slice(0, self.plan.shard.valid)  # what stands in the padding may be NaN
@@ -381,7 +398,7 @@ class _Part(NamedTuple):
 class _ChunkedScores(torch.autograd.Function):
     """Scores through whole logits of a part of the rows at a time.
 
-    The last part's are kept for the backward; the others' are made again there.
+    The last part's can be kept for the backward; the others' are made again there.
     """
 
     @staticmethod
@@ -393,6 +410,7 @@ class _ChunkedScores(torch.autograd.Function):
         main_grad: Tensor | None,
         request: Request,
         parts: list[_Part],
+        keep: bool,
     ) -> tuple[Tensor, ...]:
         outputs, saved = [], []
         with torch.autocast(hidden.device.type, enabled=False):
@@ -406,7 +424,7 @@ class _ChunkedScores(torch.autograd.Function):
         ctx.request, ctx.parts, ctx.main_grad = request, parts, main_grad
         ctx.owner = weight if main_grad is not None else None
         # not as a saved tensor: the first backward overwrites it, a second one makes it again
-        ctx.kept = logits
+        ctx.kept = logits if keep else None
         ctx.save_for_backward(hidden, weight, bias, *(t for tensors in saved for t in tensors))
         ctx.set_materialize_grads(False)
         named = zip(request.wanted, values, strict=True)
@@ -417,42 +435,43 @@ class _ChunkedScores(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *saved = ctx.saved_tensors
-        logits, ctx.kept = ctx.kept, None
-        if all(grad is None for grad in grads):
-            return (None,) * 6
+        kept, ctx.kept = ctx.kept, None
         needs = ctx.needs_input_grad
+        in_place = needs[1] and ctx.main_grad is not None
+        if all(grad is None for grad in grads):
+            return None, _told_megatron(ctx.owner) if in_place else None, *(None,) * 5
         of_hidden = of_weight = of_bias = None
         if needs[0]:
             of_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-        if needs[1] and ctx.main_grad is None:
+        if in_place:
+            of_weight = ctx.main_grad
+        elif needs[1]:
             # several parts are added in float32: each would else be rounded once more
             dtype = _wide(weight.dtype) if len(ctx.parts) > 1 else weight.dtype
             of_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
             of_weight[ctx.parts[0].plan.shard.valid :] = 0
-        elif needs[1]:
-            of_weight = ctx.main_grad
         if needs[2] and bias is not None:
             of_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype))
-        accumulate = ctx.main_grad is not None
-        end = sum(part.plan.num_rows for part in ctx.parts)
-        pairs = list(zip(ctx.parts, _normalisers(saved), strict=True))
-        for part, normalisers in reversed(pairs):
-            start = end - part.plan.num_rows
-            upstream = [None if grad is None else grad[start:end] for grad in grads]
-            end, totals = start, (of_hidden, of_weight, of_bias)
+        bounds = np.cumsum([0, *(part.plan.num_rows for part in ctx.parts)])
+        normalisers, totals = list(_normalisers(saved)), (of_hidden, of_weight, of_bias)
+        last = len(ctx.parts) - 1
+        for k in range(last, -1, -1):  # the last one first: its logits are there
+            part = ctx.parts[k]
+            upstream = [None if g is None else g[bounds[k] : bounds[k + 1]] for g in grads]
             with torch.autocast(hidden.device.type, enabled=False):
-                if logits is None:
-                    logits = part.logits(hidden, weight, bias)
-                tensors = (hidden, weight, bias)
-                part.add_gradients(tensors, logits, normalisers, upstream, totals, accumulate)
-            accumulate, logits = True, None
-        if ctx.main_grad is not None and needs[1]:
+                logits = part.logits(hidden, weight, bias) if kept is None else kept
+                kept = None
+                part.write_gradients(
+                    hidden, weight, logits, normalisers[k], upstream, totals, in_place or k < last
+                )
+            del logits
+        if in_place:
             of_weight = _told_megatron(ctx.owner)
         elif of_weight is not None:
             of_weight = of_weight.to(weight.dtype)
         if bias is not None and of_bias is not None:
             of_bias = of_bias.to(bias.dtype)
-        return of_hidden, of_weight, of_bias, None, None, None
+        return of_hidden, of_weight, of_bias, *(None,) * 4
 
 
 _TILE_BYTES = 1 << 26
@@ -465,7 +484,8 @@ def _add_product(total: Tensor, gradient: Tensor, rows: Tensor, accumulate: bool
     is rounded to the rows' type first.
     """
     beta = 1 if accumulate else 0
-    mixed = rows.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out")
+    is_half = rows.dtype in (torch.bfloat16, torch.float16)
+    mixed = is_half and rows.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out")
     if rows.shape[0] == 0:
         if not accumulate:
             total.zero_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,14 +15,14 @@ from hypothesis import strategies as st
 
 pytest.register_assert_rewrite("tests.linear_checks", "tests.kernel_checks")
 
-from rlreplay import BackendError, ReplayError  # noqa: E402
+from rlreplay import BackendError, ReplayError, id_segments  # noqa: E402
 from rlreplay.hidden_scores import (  # noqa: E402
     BREAK_EVEN_IDS,
     _is_chunked,
     sample_entropy,
     score_hidden,
 )
-from rlreplay.id_segments import PIECE, IdSegments  # noqa: E402
+from rlreplay.id_segments import IdSegments  # noqa: E402
 from rlreplay.kernels import torch_linear  # noqa: E402
 from tests.kernel_checks import make_case, objective, weights_of  # noqa: E402
 from tests.linear_checks import (  # noqa: E402
@@ -63,9 +64,10 @@ def test_any_shape_gives_the_answers_of_whole_logits(
         check(results, layer, case.plan, weights)
 
 
-@given(st.lists(st.integers(0, 6), max_size=400))
-def test_segments_hold_every_entry_once_by_column_and_row(ids: list[int]) -> None:
-    segments = IdSegments.of(torch.tensor(ids, dtype=torch.int32))
+@given(st.lists(st.integers(0, 6), max_size=60), st.integers(1, 9))
+def test_segments_hold_every_entry_once_by_column_and_row(ids: list[int], piece: int) -> None:
+    with mock.patch.object(id_segments, "PIECE", piece):
+        segments = IdSegments.of(torch.tensor(ids, dtype=torch.int32))
     order = segments.order.tolist()
     assert order == sorted(range(len(ids)), key=lambda n: (ids[n], n))
     assert segments.columns.tolist() == sorted(set(ids))
@@ -78,17 +80,17 @@ def test_segments_hold_every_entry_once_by_column_and_row(ids: list[int]) -> Non
         segments.piece_slots.tolist(),
         strict=True,
     ):
-        assert 0 < last - first <= PIECE
+        assert 0 < last - first <= piece
         assert {ids[n] for n in order[first:last]} == {column}
-        assert (slot >= 0) == (ids.count(column) > PIECE)
+        assert (slot >= 0) == (ids.count(column) > piece)
         slots += [slot] if slot >= 0 else []
     assert slots == list(range(segments.num_partials))
     assert bounds[-1] == len(ids)
-    several = [c for c in sorted(set(ids)) if ids.count(c) > PIECE]
+    several = [c for c in sorted(set(ids)) if ids.count(c) > piece]
     assert segments.split_columns.tolist() == several
     assert (
         segments.split_starts.tolist()
-        == np.cumsum([0, *(-(-ids.count(c) // PIECE) for c in several)]).tolist()
+        == np.cumsum([0, *(-(-ids.count(c) // piece) for c in several)]).tolist()
     )
 
 
@@ -205,6 +207,58 @@ def test_one_part_has_logits_at_a_time_and_the_last_keeps_them(
     torch.autograd.grad(scores.entropy.sum(), list(leaves.values()))
     assert (rows[9:], len(alive)) == ([3, 3, 3, 3, 1], 0)
     assert max(most) == 1
+
+
+def test_each_call_keeps_one_part_until_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("cpu", [(2, 12, "mixed")], 50)
+    layer = Layer.of(case, 6, torch.float32, bias=False)
+    linear, alive = torch.nn.functional.linear, weakref.WeakSet()
+
+    def counted(*args: Any) -> torch.Tensor:
+        logits = linear(*args)
+        alive.add(logits)
+        return logits
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    leaves = layer.leaves()
+    options: Any = {"plan": case.plan, "scores": ("entropy",), "max_bytes": 2 * 3 * 50 * 4}
+    calls = [score_hidden(**leaves, **options).entropy for _ in range(3)]
+    assert sorted(len(logits) for logits in alive) == [3, 3, 3]
+    calls.pop().sum().backward()
+    assert len(alive) == 2
+    calls.clear()
+    assert len(alive) == 0
+    with torch.no_grad():
+        score_hidden(**leaves, **options)
+    assert len(alive) == 0
+    entropy = score_hidden(**leaves, **options, keep_logits=False).entropy
+    assert len(alive) == 0
+    kept = torch.autograd.grad(score_hidden(**leaves, **options).entropy.sum(), leaves["hidden"])
+    again = torch.autograd.grad(entropy.sum(), leaves["hidden"])
+    assert torch.equal(*kept, *again)
+
+
+@pytest.mark.parametrize("path", ["sparse", "chunked"])
+def test_megatron_is_told_where_the_scores_get_no_gradient(case: Any, path: Any) -> None:
+    class Blocked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+            return values.view_as(values)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> None:
+            return None
+
+    layer = Layer.of(case, 6, torch.float32, bias=False)
+    weight = torch.nn.Parameter(layer.weight)
+    weight.main_grad = torch.zeros_like(weight)
+    weight.grad_added_to_main_grad = False
+    options: Any = {"path": path, "weight_gradient": "main_grad"}
+    scores = score_hidden(layer.hidden, weight, case.plan, **options)
+    Blocked.apply(scores.log_probs).sum().backward()
+    assert weight.grad_added_to_main_grad is True
+    assert weight.grad is not None
+    assert (weight.main_grad == 0).all()
 
 
 @pytest.mark.parametrize("inside", [True, False])
