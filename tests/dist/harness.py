@@ -364,11 +364,10 @@ def _init_group(rank: int, world_size: int, folder: Path, timeout: float) -> Non
     torch.set_num_threads(1)
     # The address that the host's name resolves to may not be this machine's.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    if TRANSPORT != "nccl":
-        # No rank leaves the making of a group before all have made it: one that fails right after
-        # would break the connections that its peers still open. On NCCL, ranks outside of a group
-        # skip that barrier, and those in it would wait for them.
-        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    # No rank leaves the making of a group before all have made it: one that fails right after would
+    # break the connections that its peers still open. On NCCL (torch 2.11) the ranks of a group
+    # would wait there for those outside of it, and these for them in a split of the communicator.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "0" if TRANSPORT == "nccl" else "1"
     if TRANSPORT != "cpu":
         global _device
         _device = torch.device("cuda", rank % torch.cuda.device_count())
