@@ -4,23 +4,26 @@
 
 Log-prob of the sampled token on its support, forward and forward + backward to the hidden states
 and the output layer's weight, bf16, V = 151,936. Supports are Zipf-like: each row has one id of
-each of n bands of ranks, of equal width in log rank, so a few hundred ids are in most supports.
+each of n bands of ranks, of equal width in log rank.
 
 "dense" makes the logits by one matrix product and scores them with `score_logits`, which reads
 only the supports of them; "chunked" is `score_hidden` on its path through whole logits in bounded
-memory; both are measured with the differentiable entropy too. Liger's fused linear cross-entropy
-normalises over the vocabulary, without replay. "weight gradient" is that part alone, added to a
-float32 buffer: as the library does it, and by atomics, whose order of addition differs from run to
-run.
+memory; both are measured with the differentiable entropy too. "main_grad" adds the weight's
+gradient to a float32 buffer of the trainer's, which is not counted as memory. Liger's fused linear
+cross-entropy normalises over the vocabulary, without replay. "weight gradient" is that part alone,
+added to a float32 buffer: as the library does it, and by atomics, whose order of addition differs
+from run to run.
 
-Times are medians by CUDA events behind other GPU work, with the ids already sorted, which is done
-once a plan and timed apart. The gradient error is that of the hidden states, the largest against
-float64 over the largest, on 32 rows.
+Times are medians by CUDA events behind other GPU work, with the ids already sorted. That is done
+once a plan, takes `sort_ms` on an idle GPU, wall-clock, and is needed by the sparse backward alone;
+the table's "used once" counts it in. The gradient error is that of the hidden states, the largest
+against float64 over the largest, on 32 rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -43,10 +46,10 @@ from rlreplay.kernels import triton_linear
 
 VOCAB = scores_gpu.CENTRE["vocab"]
 CENTRE = (8192, 4096)
-SIZES = (CENTRE, (8192, 2048), (8192, 7168), (32768, 4096), (32768, 2048), (32768, 7168))
-IDS = {8192: (4, 8, 16, 50, 500, 1000, 2000), 32768: (4, 8, 16, 50, 500)}
-WHOLE_AT = {8192: (16, 500, 1000, 2000), 32768: (16,)}
-"""Ids at which the paths through whole logits are measured: they hardly depend on the ids."""
+ROWS, WIDTHS = (8192, 32768), (4096, 2048, 7168)
+IDS = (4, 8, 16, 50, 500, 1000, 2000, 3000)
+WHOLE_AT = (16, 1000, 2000, 3000)
+"""Ids at which the paths through whole logits are measured too."""
 CHECKED_ROWS = 32
 
 SPARSE, DENSE, CHUNKED = "sparse", "dense GEMM + score_logits", "chunked"
@@ -83,8 +86,8 @@ def zipf_supports(rows: int, ids: int) -> tuple[np.ndarray, np.ndarray]:
     return supports, supports[np.arange(rows), rng.integers(0, ids, rows)]
 
 
-def make_inputs(hidden: Tensor, weight: Tensor, ids: int) -> Inputs:
-    rows = len(hidden) - 1
+def make_plan(rows: int, ids: int) -> tuple[ReplayPlan, Tensor]:
+    """A plan and its sampled tokens."""
     supports, sampled = zipf_supports(rows, ids)
     plan = ReplayPlan.build(
         [np.concatenate([[0], sampled])],
@@ -93,9 +96,9 @@ def make_inputs(hidden: Tensor, weight: Tensor, ids: int) -> Inputs:
         parallel=ParallelState.single(),
         vocab_size=VOCAB,
         device="cuda",
+        sort_ids=True,
     )
-    upstream = scores_gpu.noise()[:rows].clone()
-    return Inputs(hidden, weight, plan, upstream, torch.from_numpy(sampled).to("cuda"))
+    return plan, torch.from_numpy(sampled).to("cuda")
 
 
 def through_hidden(inputs: Inputs, path: Any, names: Any, **options: Any) -> Forward:
@@ -112,6 +115,7 @@ def into_main_grad(inputs: Inputs) -> Forward:
 
     def with_buffer(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         weight.main_grad = buffer  # type: ignore[attr-defined]
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # as under Megatron
         return forward(hidden, weight)
 
     return with_buffer
@@ -143,11 +147,11 @@ def steps(inputs: Inputs, forward: Forward) -> dict[str, Step]:
         with torch.no_grad():
             return forward(inputs.hidden, inputs.weight)
 
-    def both() -> tuple[Tensor | None, ...]:
+    def both() -> tuple[Tensor, ...]:
         leaves = [t.detach().requires_grad_() for t in (inputs.hidden, inputs.weight)]
         values = forward(*leaves)
         upstream = [inputs.upstream if value.ndim else None for value in values]
-        return torch.autograd.grad(values, leaves, upstream, allow_unused=True)
+        return torch.autograd.grad(values, leaves, upstream)
 
     return {"forward": alone, "forward+backward": both}
 
@@ -247,33 +251,39 @@ def sort_milliseconds(plan: ReplayPlan) -> float:
 
 def sweep(quick: bool) -> Iterator[Result]:
     generator = torch.Generator("cuda").manual_seed(0)
-    for rows, width in SIZES[:1] if quick else SIZES:
-        draw = lambda *shape: torch.randn(  # noqa: E731
-            *shape, generator=generator, device="cuda", dtype=torch.bfloat16
-        )
-        hidden, weight = draw(rows + 1, width), draw(VOCAB, width).mul_(2 / width**0.5)
-        for ids in IDS[rows]:
-            inputs = make_inputs(hidden, weight, ids)
-            point = {"rows": rows, "width": width, "vocab": VOCAB, "ids": ids, "dtype": "bf16"}
-            for result in at_point(inputs, ids, (rows, width) == CENTRE):
-                yield {**point, **result}
-        del hidden, weight, inputs
-        torch.cuda.empty_cache()
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    widths = WIDTHS[:1] if quick else WIDTHS
+    weights = {width: draw(VOCAB, width).mul_(2 / width**0.5) for width in widths}
+    for rows in ROWS[:1] if quick else ROWS:
+        hidden = {width: draw(rows + 1, width) for width in widths}
+        upstream = scores_gpu.noise()[:rows].clone()
+        for ids in IDS:
+            plan, sampled = make_plan(rows, ids)
+            sort = sort_milliseconds(plan)
+            for width in widths:
+                inputs = Inputs(hidden[width], weights[width], plan, upstream, sampled)
+                point = {"rows": rows, "width": width, "vocab": VOCAB, "ids": ids, "dtype": "bf16"}
+                for result in at_point(inputs, ids, (rows, width) == CENTRE):
+                    yield {**point, **result, "sort_ms": sort}
+            del plan, inputs
+            torch.cuda.empty_cache()
 
 
 def at_point(inputs: Inputs, ids: int, centre: bool) -> Iterator[Result]:
-    sort = sort_milliseconds(inputs.plan)
-    for result in measure(inputs, SPARSE, LOG_PROBS, 15):
-        yield {**result, "sort_ms": sort}
-    if ids in WHOLE_AT[inputs.rows]:
-        for path in (DENSE, CHUNKED) if centre or ids == 16 else (CHUNKED,):
-            yield from measure(inputs, path, LOG_PROBS, 7)
+    few = ids < 500
+    yield from measure(inputs, SPARSE, LOG_PROBS, 15 if few else 7)
+    if ids in WHOLE_AT:
+        for path in (DENSE, CHUNKED):
+            yield from measure(inputs, path, LOG_PROBS, 5)
     if ids == 16:
         yield {"path": "weights' difference", "ratio": weight_difference(inputs)}
         yield from measure(inputs, MAIN_GRAD, LOG_PROBS, 15)
-    if centre and ids == 16:
         for path in (DENSE, CHUNKED):
-            yield from measure(inputs, path, BOTH, 7)
+            yield from measure(inputs, path, BOTH, 5)
+    if centre and ids == 16:
         yield from measure(inputs, LIGER, LOG_PROBS, 7)
     if centre and ids in (16, 50, 500):
         for path, step in weight_gradients(inputs).items():
@@ -281,11 +291,6 @@ def at_point(inputs: Inputs, ids: int, centre: bool) -> Iterator[Result]:
 
 
 def print_table(results: list[Result]) -> None:
-    whole = {
-        (r["rows"], r["width"], r["work"], r["scores"]): r["ms"]
-        for r in results
-        if r["path"] == DENSE and r["ids"] == 16
-    }
     lines = []
     for row in results:
         if "ratio" in row:
@@ -293,54 +298,62 @@ def print_table(results: list[Result]) -> None:
         start = [f"{row['rows']:,}", f"{row['width']:,}", f"{row['ids']}", row["path"], row["work"]]
         start.append(row.get("scores", ""))
         if "failed" in row:
-            lines.append([*start, row["failed"][:40], "", "", ""])
+            lines.append([*start, row["failed"][:40], "", "", "", ""])
             continue
-        reference = whole.get((row["rows"], row["width"], row["work"], row.get("scores")))
+        reference = dense_milliseconds(results, row)
+        sorts = row["path"] in (SPARSE, MAIN_GRAD) and row["work"] == "forward+backward"
+        once = row["ms"] + row["sort_ms"] if sorts else row["ms"]
         error = row.get("gradient_error")
         lines.append(
             [
                 *start,
                 f"{row['ms']:.3f}",
                 "" if reference is None else f"{reference / row['ms']:.2f}x",
+                "" if reference is None else f"{reference / once:.2f}x",
                 f"{row['peak_bytes'] / 2**30:.2f}",
                 "" if error is None else f"{error:.1e}",
             ]
         )
-    columns = ("R", "D", "ids", "path", "work", "scores", "ms", "dense / it", "peak GiB", "error")
-    scores_gpu.print_rows(columns, lines)
+    columns = ("R", "D", "ids", "path", "work", "scores", "ms", "dense / it", "used once")
+    scores_gpu.print_rows((*columns, "peak GiB", "error"), lines)
 
 
-def break_even(results: list[Result], other: str, work: str) -> dict[tuple[int, int], float]:
-    """For each R and D, the ids a row at which the sparse path takes as long as another, on the
-    line through the two measured points around it, or through the last two."""
-    found = {}
-    for size in SIZES:
-        rows = [
-            r
-            for r in results
-            if (r["rows"], r["width"], r.get("work")) == (*size, work)
-            and r.get("scores") == "log_probs"
-        ]
-        sparse = sorted((r["ids"], r["ms"]) for r in rows if r["path"] == SPARSE)
-        whole = [r["ms"] for r in rows if r["path"] == other]
-        if len(sparse) < 2 or not whole:
-            continue
-        limit = float(np.median(whole))
-        above = [k for k, (_, ms) in enumerate(sparse) if ms >= limit]
-        k = max(1, above[0] if above else len(sparse) - 1)
-        (n0, t0), (n1, t1) = sparse[k - 1], sparse[k]
-        found[size] = n0 + (limit - t0) * (n1 - n0) / (t1 - t0)
-    return found
+def dense_milliseconds(results: list[Result], row: Result) -> float | None:
+    """Of the dense path at the same point; at the measured number of ids nearest to it."""
+    same = ("rows", "width", "work", "scores")
+    found = [
+        (abs(r["ids"] - row["ids"]), r["ms"])
+        for r in results
+        if r["path"] == DENSE and all(r.get(key) == row.get(key) for key in same)
+    ]
+    return min(found)[1] if found else None
+
+
+def break_even(results: list[Result], rows: int, width: int, other: str, work: str) -> str:
+    """The ids a row at which the sparse path takes as long as another, on the line between the
+    measured points around it."""
+    times: dict[str, dict[int, float]] = {SPARSE: {}, other: {}}
+    for r in results:
+        here = (r["rows"], r["width"], r.get("work"), r.get("scores"))
+        if r["path"] in times and here == (rows, width, work, "log_probs"):
+            times[r["path"]][r["ids"]] = r["ms"]
+    both = sorted(times[SPARSE].keys() & times[other].keys())
+    behind = [times[SPARSE][n] - times[other][n] for n in both]
+    for (n0, d0), (n1, d1) in itertools.pairwise(zip(both, behind, strict=True)):
+        if d0 < 0 <= d1:
+            return f"{n0 - d0 * (n1 - n0) / (d1 - d0):,.0f}"
+    if not behind:
+        return "not measured"
+    return f"> {both[-1]:,}" if behind[-1] < 0 else f"< {both[0]:,}"
 
 
 def print_break_even(results: list[Result]) -> None:
-    lines = []
-    for work in ("forward", "forward+backward"):
-        for other in (DENSE, CHUNKED):
-            for (rows, width), ids in break_even(results, other, work).items():
-                lines.append([f"{rows:,}", f"{width:,}", work, other, f"{ids:,.0f}"])
-    columns = ("R", "D", "work", "beside", "break-even ids a row")
-    scores_gpu.print_rows(columns, lines)
+    columns, lines = list(itertools.product(("forward", "forward+backward"), (DENSE, CHUNKED))), []
+    for rows, width in itertools.product(ROWS, sorted(WIDTHS)):
+        found = [break_even(results, rows, width, other, work) for work, other in columns]
+        lines.append([f"{rows:,}", f"{width:,}", *found])
+    titles = [f"{work}, {other}" for work, other in columns]
+    scores_gpu.print_rows(("R", "D", *titles), lines)
 
 
 def main() -> None:
