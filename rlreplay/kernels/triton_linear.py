@@ -215,7 +215,7 @@ def _hidden_gradient_kernel(
     first = tl.load(offsets + r, mask=scored, other=0)
     last = tl.load(offsets + r + 1, mask=scored, other=0)
     total = _weighted_rows(
-        weight + lanes, weight_stride, ids, grad, first, last, inside, UNROLL, BLOCK
+        weight, weight_stride, ids, grad, first, last, lanes, width, UNROLL, BLOCK
     )
     tl.store(gradient + t * width + lanes, total.to(gradient.dtype.element_ty), mask=inside)
 
@@ -246,7 +246,7 @@ def _weight_gradient_kernel(
     slot = tl.load(piece_slots + p)
     column = tl.load(piece_columns + p)
     total = _weighted_rows(
-        hidden + lanes, hidden_stride, rows, grad, first, last, inside, UNROLL, BLOCK
+        hidden, hidden_stride, rows, grad, first, last, lanes, width, UNROLL, BLOCK
     )
     if slot >= 0:
         tl.store(partials + slot * width + lanes, total, mask=inside)
@@ -256,7 +256,16 @@ def _weight_gradient_kernel(
 
 @triton.jit
 def _weighted_rows(
-    matrix, stride, rows, factors, first, last, inside, UNROLL: tl.constexpr, BLOCK: tl.constexpr
+    matrix,
+    stride,
+    rows,
+    factors,
+    first,
+    last,
+    lanes,
+    width,
+    UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The sum of factors[i] * matrix[rows[i]] for i in [first, last), one after another.
 
@@ -264,13 +273,14 @@ def _weighted_rows(
     """
     acc = factors.dtype.element_ty
     total = tl.zeros((BLOCK,), acc)
-    for start in range(first, last, UNROLL):
+    for start in range(0, last - first, UNROLL):
         for i in tl.static_range(UNROLL):
-            at = tl.minimum(start + i, last - 1)  # past the end the last row again, not added
-            row = tl.load(rows + at).to(tl.int64)
-            values = tl.load(matrix + row * stride, mask=inside, other=0.0)
-            term = values.to(acc) * tl.load(factors + at)
-            total += tl.where(start + i < last, term, 0.0)
+            at = first + start + i
+            row = tl.load(rows + at, mask=at < last, other=0).to(tl.int64)
+            factor = tl.load(factors + at, mask=at < last, other=0.0)
+            here = lanes < tl.where(at < last, width, 0)  # past the end nothing
+            values = tl.load(matrix + row * stride + lanes, mask=here, other=0.0)
+            total += values.to(acc) * factor
     return total
 
 
@@ -293,11 +303,11 @@ def _split_gradient_kernel(
     first = tl.load(split_starts + m)
     last = tl.load(split_starts + m + 1)
     total = tl.zeros((BLOCK,), partials.dtype.element_ty)
-    for start in range(first, last, UNROLL):
+    for start in range(0, last - first, UNROLL):
         for i in tl.static_range(UNROLL):
-            at = tl.minimum(start + i, last - 1)
-            partial = tl.load(partials + at * width + lanes, mask=inside, other=0.0)
-            total += tl.where(start + i < last, partial, 0.0)
+            at = first + start + i
+            here = lanes < tl.where(at < last, width, 0)
+            total += tl.load(partials + at * width + lanes, mask=here, other=0.0)
     place = out + tl.load(split_columns + m) * out_stride + lanes
     _write(place, total, inside, ACCUMULATE)
 
