@@ -47,8 +47,8 @@ from rlreplay.kernels import triton_linear
 VOCAB = scores_gpu.CENTRE["vocab"]
 CENTRE = (8192, 4096)
 ROWS, WIDTHS = (8192, 32768), (4096, 2048, 7168)
-IDS = (4, 8, 16, 50, 500, 1000, 2000, 3000)
-WHOLE_AT = (16, 1000, 2000, 3000)
+IDS = {8192: (4, 8, 16, 50, 500, 1000, 1500, 2000, 2500), 32768: (4, 8, 16, 50, 500, 2000)}
+WHOLE_AT = (16, 1000, 1500, 2000, 2500)
 """Ids at which the paths through whole logits are measured too."""
 CHECKED_ROWS = 32
 
@@ -260,7 +260,7 @@ def sweep(quick: bool) -> Iterator[Result]:
     for rows in ROWS[:1] if quick else ROWS:
         hidden = {width: draw(rows + 1, width) for width in widths}
         upstream = scores_gpu.noise()[:rows].clone()
-        for ids in IDS:
+        for ids in IDS[rows]:
             plan, sampled = make_plan(rows, ids)
             sort = sort_milliseconds(plan)
             for width in widths:
@@ -277,7 +277,7 @@ def at_point(inputs: Inputs, ids: int, centre: bool) -> Iterator[Result]:
     yield from measure(inputs, SPARSE, LOG_PROBS, 15 if few else 7)
     if ids in WHOLE_AT:
         for path in (DENSE, CHUNKED):
-            yield from measure(inputs, path, LOG_PROBS, 5)
+            yield from measure(inputs, path, LOG_PROBS, 7)
     if ids == 16:
         yield {"path": "weights' difference", "ratio": weight_difference(inputs)}
         yield from measure(inputs, MAIN_GRAD, LOG_PROBS, 15)
@@ -330,8 +330,8 @@ def dense_milliseconds(results: list[Result], row: Result) -> float | None:
 
 
 def break_even(results: list[Result], rows: int, width: int, other: str, work: str) -> str:
-    """The ids a row at which the sparse path takes as long as another, on the line between the
-    measured points around it."""
+    """The ids a row at which the sparse path takes as long as another, to the nearest 50, on the
+    line between the measured points around it."""
     times: dict[str, dict[int, float]] = {SPARSE: {}, other: {}}
     for r in results:
         here = (r["rows"], r["width"], r.get("work"), r.get("scores"))
@@ -341,7 +341,7 @@ def break_even(results: list[Result], rows: int, width: int, other: str, work: s
     behind = [times[SPARSE][n] - times[other][n] for n in both]
     for (n0, d0), (n1, d1) in itertools.pairwise(zip(both, behind, strict=True)):
         if d0 < 0 <= d1:
-            return f"{n0 - d0 * (n1 - n0) / (d1 - d0):,.0f}"
+            return f"{round((n0 - d0 * (n1 - n0) / (d1 - d0)) / 50) * 50:,}"
     if not behind:
         return "not measured"
     return f"> {both[-1]:,}" if behind[-1] < 0 else f"< {both[0]:,}"
@@ -349,7 +349,8 @@ def break_even(results: list[Result], rows: int, width: int, other: str, work: s
 
 def print_break_even(results: list[Result]) -> None:
     columns, lines = list(itertools.product(("forward", "forward+backward"), (DENSE, CHUNKED))), []
-    for rows, width in itertools.product(ROWS, sorted(WIDTHS)):
+    rows = CENTRE[0]  # where there are points close by
+    for width in sorted(WIDTHS):
         found = [break_even(results, rows, width, other, work) for work, other in columns]
         lines.append([f"{rows:,}", f"{width:,}", *found])
     titles = [f"{work}, {other}" for work, other in columns]

@@ -113,14 +113,15 @@ def score_hidden(
             path a chunk's share is rounded to the weight's type before it is added, but for a
             float32 `main_grad` on CUDA with torch 2.8 or later.
         sequence_parallel: `hidden` is cut by rows over the TP group.
-        max_bytes: of whole logits and their gradient at a time. A float32 total of the weight's
-            gradient comes on top where there is more than one chunk.
+        max_bytes: of whole logits and their gradient at a time. Where there is more than one chunk,
+            a float32 total of the weight's gradient and its rounding come on top, but for
+            `main_grad`; in a batch with supports and unrestricted rows, a gradient of either.
         keep_logits: keep the last chunk's logits for the backward. With False all are made again:
             for many calls before their backward, which else hold `max_bytes` each, and under
             activation checkpointing or offloading, which do not see what is kept.
 
-    The weight's gradient needs the ids sorted: once a plan, by `ReplayPlan.build(sort_ids=True)`,
-    or by the first backward, in which a GPU's host waits for it.
+    On the sparse path the gradients of weight and bias need the ids sorted: once a plan, by
+    `ReplayPlan.build(sort_ids=True)`, or by the first backward, in which a GPU's host waits for it.
 
     Runs in the tensors' own type under autocast. Not in a graph that torch.compile makes: wrap the
     function that calls it in `torch.compiler.disable`.
@@ -203,7 +204,7 @@ def sample_entropy(
     layer = _OutputLayer(weight, bias, None)
     chunk = _rows_of_a_chunk(weight, max_bytes, request.kernels)
     hidden = _on_every_shard(hidden, plan, sequence_parallel)
-    (entropy,) = _chunked_scores(hidden, layer, plan, request, rows, chunk, False)
+    (entropy,) = _chunked_scores(hidden, layer, plan, request, rows, chunk, keep=False)
     if count == plan.num_rows and count:
         error = entropy.new_zeros(())
     else:
@@ -263,7 +264,7 @@ def _sparse_scores(
     )
     if plan.has_unrestricted:
         # their scores are written over: nothing of a sampled logit of -inf may reach a gradient
-        logits = logits.masked_fill(plan.unrestricted[plan.row_of_id()], 0)
+        logits = logits.index_fill(0, plan.unrestricted_ids, 0)
     return request.apply(logits[None], plan.on_supports)
 
 

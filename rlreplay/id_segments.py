@@ -5,11 +5,16 @@ Shapes: `N` support ids, `U` distinct columns among them.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+
+from rlreplay.sampling_mask import IntArray
 
 PIECE = 128
 """Entries of one column that one program sums: a column of many entries is cut into pieces."""
@@ -29,6 +34,8 @@ class IdSegments:
             several, -1 for a column's only one.
         split_columns: int64 `[M]`, the columns of several pieces.
         split_starts: int64 `[M + 1]`, where the partial sums of each begin.
+        host_split_starts: the same in host memory.
+        host_split_pieces: int64 `[M + 1]`, the first piece of each, and P; in host memory.
     """
 
     order: Int[Tensor, " N"]
@@ -39,11 +46,33 @@ class IdSegments:
     piece_slots: Int[Tensor, " P"]
     split_columns: Int[Tensor, " M"]
     split_starts: Int[Tensor, " M+1"]
+    host_split_starts: IntArray
+    host_split_pieces: IntArray
+
+    @functools.cached_property
+    def host_starts(self) -> IntArray:
+        """`starts` in host memory; on a GPU the host waits for it, once."""
+        return self.starts.cpu().numpy()
 
     @property
     def num_partials(self) -> int:
         """Pieces of columns that have several."""
-        return self.piece_columns.numel() - (self.columns.numel() - self.split_columns.numel())
+        return int(self.host_split_starts[-1])
+
+    def batches(self, most_partials: int) -> Iterator[tuple[slice, slice]]:
+        """Runs of pieces and the columns of several pieces in them, without a sync.
+
+        All pieces, in order; no column is cut, and the columns of a run have no more than
+        `most_partials` partial sums, but where one alone has more.
+        """
+        starts, count = self.host_split_starts, len(self.host_split_starts) - 1
+        column = piece = 0
+        while piece < self.piece_columns.numel():
+            fitting = np.searchsorted(starts, starts[column] + most_partials, side="right") - 1
+            end = min(count, max(column + 1, int(fitting)))
+            end_piece = int(self.host_split_pieces[end])
+            yield slice(piece, end_piece), slice(column, end)
+            column, piece = end, end_piece
 
     @classmethod
     def of(cls, ids: Int[Tensor, " N"]) -> IdSegments:
@@ -60,6 +89,9 @@ class IdSegments:
         several = pieces > 1
         in_several = several[of_piece]
         slots = torch.where(in_several, in_several.cumsum(0) - 1, -1)
+        split_starts = _offsets(pieces[several])
+        split_pieces = torch.cat([first[:-1][several], first[-1:]])
+        host = torch.stack([split_starts, split_pieces]).cpu().numpy()
         return cls(
             order,
             columns,
@@ -68,7 +100,9 @@ class IdSegments:
             columns[of_piece],
             slots,
             columns[several],
-            _offsets(pieces[several]),
+            split_starts,
+            host[0],
+            host[1],
         )
 
 

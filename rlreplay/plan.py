@@ -164,13 +164,21 @@ class ReplayPlan:
     @functools.cached_property
     def by_id(self) -> IdSegments:
         """The support ids sorted by column, once for the plan. On a GPU the host waits for it:
-        where it is made, by `build(sort_ids=True)` or else by the first backward that needs it."""
+        where it is made, by `build(sort_ids=True)` or else by the first backward that needs it.
+        With what else is kept for it, 24 bytes an id."""
         return IdSegments.of(self.ids)
 
     @functools.cached_property
     def id_rows_by_id(self) -> Int[Tensor, " N"]:
         """int64 `[N]`: `id_rows` in the order of `by_id`."""
         return self.id_rows[self.by_id.order]
+
+    @functools.cached_property
+    def unrestricted_ids(self) -> Int[Tensor, " rows"]:
+        """int64: where the sampled tokens that stand for unrestricted rows are in `ids`."""
+        own = self.host_unrestricted & (np.diff(self.host_offsets) > 0)
+        with torch.inference_mode(False):  # autograd saves it
+            return to_device(self.host_offsets[:-1][own], self.device)
 
     @functools.cached_property
     def on_supports(self) -> ReplayPlan:
@@ -255,8 +263,9 @@ class ReplayPlan:
             shard_columns: columns of this rank's logits, needed where a sharded vocabulary is
                 padded. By default `ceil(vocab_size / tp_size)`.
             assembled: lay the supports over the whole vocabulary, for `score_assembled`.
-            sort_ids: sort the support ids by column here, where the host waits for little; for
-                `score_hidden`, whose first backward does it else.
+            sort_ids: sort the support ids by column here, for the sparse path of `score_hidden`,
+                whose first backward does it else. On a GPU the host waits for it and for the work
+                queued before: build plans before that is queued.
             check_agreement: have the ranks compare what they were given. With False, a rank that
                 raises alone leaves its peers waiting in their next collective.
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rlreplay import RowLayout, score_logits
+from rlreplay import RowLayout, id_segments, score_logits
 from rlreplay.hidden_scores import sample_entropy, score_hidden
 from rlreplay.id_segments import PIECE
 from rlreplay.kernels.softmax import SCORE_NAMES
@@ -248,7 +249,34 @@ class HiddenTests:
             (gradient.double() - exact).abs() <= torch.finfo(torch.bfloat16).eps * exact.abs()
         ).all()
 
-    @pytest.mark.filterwarnings("ignore")
+    def test_nan_where_nothing_is_scored_stays_there(self) -> None:
+        """Sizes of rows and of ids' pieces that no loop of four divides."""
+        cases = (
+            make_case(
+                self.device, [(2, 14, "mixed")], self.vocab, sizes=[1, 2, 3, 5], sampled=7, seed=k
+            )
+            for k in range(100)
+        )
+        case = next(case for case in cases if 0 not in case.plan.ids)
+        with mock.patch.object(id_segments, "PIECE", 3):
+            assert case.plan.by_id.num_partials >= 5
+        layer = Layer.of(case, 20, torch.float32, bias=False)
+        weights = weights_of(case.plan, SPARSE_SCORES)
+        _, expected = scored(layer, case.plan, weights, path="sparse", backend=self.backend)
+        unscored = torch.ones(len(layer.hidden), dtype=torch.bool, device=self.device)
+        unscored[case.plan.rows] = False
+        unnamed = torch.ones(len(layer.weight), dtype=torch.bool, device=self.device)
+        unnamed[case.plan.ids.long()] = False
+        assert unscored[0]
+        assert unnamed[0]
+        layer.hidden[unscored] = torch.nan
+        layer.weight[unnamed] = torch.nan
+        _, gradients = scored(layer, case.plan, weights, path="sparse", backend=self.backend)
+        for name in ("hidden", "weight"):
+            assert torch.equal(gradients[name], expected[name])
+            assert gradients[name].isfinite().all()
+
+    @pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation.*")
     def test_nothing_is_read_before_it_is_written(self) -> None:
         """Memory that is handed out is full of NaN under torch's deterministic algorithms."""
         case = self.case(seed=9)
@@ -304,17 +332,14 @@ class HiddenTests:
         assert case.plan.host_unrestricted[row]
         assert layer.bias is not None
         layer.bias[case.plan.ids[case.plan.targets[row]].long()] = -torch.inf
-        weights = weights_of(case.plan, ("log_probs",))
-        weights["log_probs"][row] = 0
+        weights = torch.randn(row, device=self.device)
         leaves = layer.leaves()
         log_probs = score_hidden(
             **leaves, plan=case.plan, path=path, backend=self.backend,  # type: ignore[arg-type]
         ).log_probs  # fmt: skip
         assert log_probs is not None
         assert log_probs[row] == -torch.inf
-        objective(
-            {"log_probs": log_probs[:row]}, {"log_probs": weights["log_probs"][:row]}
-        ).backward()
+        (log_probs[:row] * weights).sum().backward()
         assert all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves.values())
 
     def test_gradcheck(self) -> None:
@@ -530,3 +555,24 @@ class HiddenTests:
             torch.testing.assert_close(
                 sample.standard_error.double(), expected, rtol=1e-4, atol=1e-6
             )
+
+
+class TritonTests(HiddenTests):
+    """What is asserted of the Triton backend besides."""
+
+    backend = "triton"
+
+    def test_few_partial_sums_at_a_time_give_the_same_bits(self) -> None:
+        from rlreplay.kernels import triton_linear
+
+        case = self.case(seed=10, sizes=[9, 17, 40])
+        with mock.patch.object(id_segments, "PIECE", 2):
+            segments = case.plan.by_id
+        layer = Layer.of(case, 24, torch.bfloat16, bias=False)
+        weights = weights_of(case.plan, SPARSE_SCORES)
+        options: Any = {"path": "sparse", "backend": self.backend}
+        expected = scored(layer, case.plan, weights, **options)
+        for most in (1, 5):
+            assert len(list(segments.batches(most))) > 3
+            with mock.patch.object(triton_linear, "_PARTIAL_BYTES", most * 4 * 24):
+                same_bits(scored(layer, case.plan, weights, **options), expected)

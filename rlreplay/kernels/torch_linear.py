@@ -69,8 +69,8 @@ def weight_gradient(
     def terms(a: int, b: int) -> Tensor:
         return hidden[rows[a:b]].double() * grad[segments.order[a:b], None]
 
-    starts = segments.starts.cpu().numpy()
-    for first, last, sums in _segment_sums(terms, starts, segments.starts, hidden.shape[1]):
+    bounds = (segments.host_starts, segments.starts)
+    for first, last, sums in _segment_sums(terms, *bounds, hidden.shape[1]):
         columns = segments.columns[first:last]
         if accumulate:
             sums = sums + out[columns]

@@ -9,16 +9,16 @@ Rows of `hidden`, and of the weight where an id is popular, come from the caches
 |---|---|---|
 | `_logits_kernel` | 2 e N D | lanes over D, then a tree |
 | `_hidden_gradient_kernel` | e N D + e T D | id after id |
-| `_weight_gradient_kernel` | e N D + e' U D + a D a piece of a cut id | row after row of a piece |
-| `_split_gradient_kernel` | a D a piece + e' D a cut id | piece after piece |
+| `_weight_gradient_kernel` | e N D + e' D an id of one piece + a D another piece | row after row |
+| `_split_gradient_kernel` | a D a piece + e' D an id of several | piece after piece |
 
 e' is the size of an entry of what is written to (twice where it is added to), a that of a sum: sums
 run in float32 (float64 for float64).
 
-No atomics: an id that many rows name is cut into pieces whose sums are kept and added in order, a D
-bytes for every `PIECE` rows of such an id. Popular ids are not given to a small product of
-matrices: the logits and the hidden states' gradient of a row would then depend on which ids are
-popular in its batch.
+No atomics: an id that more than `PIECE` rows name is cut into pieces, whose sums are kept and added
+in order, for so many ids at a time that they fit into `_PARTIAL_BYTES`. Popular ids are not given
+to a small product of matrices: the logits and the hidden states' gradient of a row would then
+depend on which ids are popular in its batch.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from rlreplay.id_segments import IdSegments
 from rlreplay.kernels.rows import accumulator
 from rlreplay.plan import ReplayPlan
 
 # Fixed: the order of a sum shall not depend on the batch.
 _ENTRIES, _LOGITS_COLUMNS, _LOGITS_WARPS = 16, 256, 4
 _UNROLL, _GRADIENT_COLUMNS, _GRADIENT_WARPS = 4, 512, 1
+
+_PARTIAL_BYTES = 1 << 28
+"""Of partial sums at a time."""
 
 
 def support_logits(
@@ -110,31 +114,23 @@ def weight_gradient(
     segments, width = plan.by_id, hidden.shape[1]
     block = _block(width, _GRADIENT_COLUMNS)
     blocks = triton.cdiv(width, block)
-    partials = torch.empty(
-        segments.num_partials, width, dtype=accumulator(hidden.dtype), device=hidden.device
-    )
-    _weight_gradient_kernel[(segments.piece_columns.numel(), blocks)](
-        grad[segments.order],
-        hidden,
-        hidden.stride(0),
-        plan.id_rows_by_id,
-        segments.piece_starts,
-        segments.piece_columns,
-        segments.piece_slots,
-        partials,
-        out,
-        out.stride(0),
-        width,
-        ACCUMULATE=accumulate,
-        UNROLL=_UNROLL,
-        BLOCK=block,
-        num_warps=_GRADIENT_WARPS,
-    )
-    if segments.split_columns.numel():
-        _split_gradient_kernel[(segments.split_columns.numel(), blocks)](
+    acc, sorted_grad = accumulator(hidden.dtype), grad[segments.order]
+    batches = list(segments.batches(max(1, _PARTIAL_BYTES // (acc.itemsize * width))))
+    most = max(_num_partials(segments, columns) for _, columns in batches)
+    partials = torch.empty(most, width, dtype=acc, device=hidden.device)
+    for pieces, columns in batches:
+        first_slot = int(segments.host_split_starts[columns.start])
+        _weight_gradient_kernel[(pieces.stop - pieces.start, blocks)](
+            sorted_grad,
+            hidden,
+            hidden.stride(0),
+            plan.id_rows_by_id,
+            segments.piece_starts,
+            segments.piece_columns,
+            segments.piece_slots,
+            pieces.start,
+            first_slot,
             partials,
-            segments.split_starts,
-            segments.split_columns,
             out,
             out.stride(0),
             width,
@@ -143,6 +139,27 @@ def weight_gradient(
             BLOCK=block,
             num_warps=_GRADIENT_WARPS,
         )
+        if columns.start == columns.stop:
+            continue
+        _split_gradient_kernel[(columns.stop - columns.start, blocks)](
+            partials,
+            segments.split_starts,
+            segments.split_columns,
+            columns.start,
+            first_slot,
+            out,
+            out.stride(0),
+            width,
+            ACCUMULATE=accumulate,
+            UNROLL=_UNROLL,
+            BLOCK=block,
+            num_warps=_GRADIENT_WARPS,
+        )
+
+
+def _num_partials(segments: IdSegments, columns: slice) -> int:
+    starts = segments.host_split_starts
+    return int(starts[columns.stop] - starts[columns.start])
 
 
 def _block(width: int, most: int) -> int:
@@ -220,7 +237,8 @@ def _hidden_gradient_kernel(
     tl.store(gradient + t * width + lanes, total.to(gradient.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# Numbers that differ between the batches of a call: a kernel for each kind would be compiled else.
+@triton.jit(do_not_specialize=["first_piece", "first_slot"])
 def _weight_gradient_kernel(
     grad,
     hidden,
@@ -229,6 +247,8 @@ def _weight_gradient_kernel(
     piece_starts,
     piece_columns,
     piece_slots,
+    first_piece,
+    first_slot,
     partials,
     out,
     out_stride,
@@ -238,7 +258,7 @@ def _weight_gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     """One piece of an id's rows, some columns of `hidden`. `grad` and `rows` are sorted by id."""
-    p = tl.program_id(0)
+    p = first_piece + tl.program_id(0)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < width
     first = tl.load(piece_starts + p)
@@ -249,7 +269,7 @@ def _weight_gradient_kernel(
         hidden, hidden_stride, rows, grad, first, last, lanes, width, UNROLL, BLOCK
     )
     if slot >= 0:
-        tl.store(partials + slot * width + lanes, total, mask=inside)
+        tl.store(partials + (slot - first_slot) * width + lanes, total, mask=inside)
     else:
         _write(out + column * out_stride + lanes, total, inside, ACCUMULATE)
 
@@ -278,17 +298,20 @@ def _weighted_rows(
             at = first + start + i
             row = tl.load(rows + at, mask=at < last, other=0).to(tl.int64)
             factor = tl.load(factors + at, mask=at < last, other=0.0)
-            here = lanes < tl.where(at < last, width, 0)  # past the end nothing
+            # past the end nothing; a scalar in the mask itself is more than the interpreter takes
+            here = lanes < tl.where(at < last, width, 0)
             values = tl.load(matrix + row * stride + lanes, mask=here, other=0.0)
             total += values.to(acc) * factor
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_column", "first_slot"])
 def _split_gradient_kernel(
     partials,
     split_starts,
     split_columns,
+    first_column,
+    first_slot,
     out,
     out_stride,
     width,
@@ -297,11 +320,11 @@ def _split_gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     """One id of several pieces, some columns of `hidden`: their sum, in order."""
-    m = tl.program_id(0)
+    m = first_column + tl.program_id(0)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < width
-    first = tl.load(split_starts + m)
-    last = tl.load(split_starts + m + 1)
+    first = tl.load(split_starts + m) - first_slot
+    last = tl.load(split_starts + m + 1) - first_slot
     total = tl.zeros((BLOCK,), partials.dtype.element_ty)
     for start in range(0, last - first, UNROLL):
         for i in tl.static_range(UNROLL):

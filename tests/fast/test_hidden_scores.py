@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 pytest.register_assert_rewrite("tests.linear_checks", "tests.kernel_checks")
 
@@ -88,10 +89,19 @@ def test_segments_hold_every_entry_once_by_column_and_row(ids: list[int], piece:
     assert bounds[-1] == len(ids)
     several = [c for c in sorted(set(ids)) if ids.count(c) > piece]
     assert segments.split_columns.tolist() == several
-    assert (
-        segments.split_starts.tolist()
-        == np.cumsum([0, *(-(-ids.count(c) // piece) for c in several)]).tolist()
-    )
+    partials = [-(-ids.count(c) // piece) for c in several]
+    assert segments.split_starts.tolist() == np.cumsum([0, *partials]).tolist()
+    assert segments.host_split_starts.tolist() == segments.split_starts.tolist()
+    for most in (1, 4, 100):
+        batches = list(segments.batches(most))
+        pieces, columns = ([b[k] for b in batches] for k in (0, 1))
+        assert [p for s in pieces for p in range(s.start, s.stop)] == list(range(len(bounds) - 1))
+        assert [c for s in columns for c in range(s.start, s.stop)] == list(range(len(several)))
+        for own, held in zip(columns, pieces, strict=True):
+            assert own.stop - own.start <= 1 or sum(partials[own]) <= most
+            cut = segments.piece_slots[held]
+            cut = cut[cut >= 0]
+            assert cut.tolist() == list(range(*segments.host_split_starts[[own.start, own.stop]]))
 
 
 @pytest.fixture
@@ -209,9 +219,9 @@ def test_one_part_has_logits_at_a_time_and_the_last_keeps_them(
     assert max(most) == 1
 
 
-def test_each_call_keeps_one_part_until_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case("cpu", [(2, 12, "mixed")], 50)
-    layer = Layer.of(case, 6, torch.float32, bias=False)
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The whole logits that are in memory."""
     linear, alive = torch.nn.functional.linear, weakref.WeakSet()
 
     def counted(*args: Any) -> torch.Tensor:
@@ -220,9 +230,17 @@ def test_each_call_keeps_one_part_until_its_backward(monkeypatch: pytest.MonkeyP
         return logits
 
     monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    return alive
+
+
+# Three rows a part. On the sparse path the parts are those of the unrestricted rows.
+@pytest.mark.parametrize(("kind", "path"), [("mixed", "chunked"), ("free", "sparse")])
+def test_each_call_keeps_one_part_until_its_backward(alive: Any, kind: Any, path: Any) -> None:
+    case = make_case("cpu", [(2, 12, kind), (1, 2, "mixed")], 50, sizes=[3])
+    layer = Layer.of(case, 6, torch.float32, bias=False)
     leaves = layer.leaves()
-    options: Any = {"plan": case.plan, "scores": ("entropy",), "max_bytes": 2 * 3 * 50 * 4}
-    calls = [score_hidden(**leaves, **options).entropy for _ in range(3)]
+    options: Any = {"plan": case.plan, "path": path, "max_bytes": 2 * 3 * 50 * 4}
+    calls = [score_hidden(**leaves, **options).log_probs for _ in range(3)]
     assert sorted(len(logits) for logits in alive) == [3, 3, 3]
     calls.pop().sum().backward()
     assert len(alive) == 2
@@ -231,11 +249,30 @@ def test_each_call_keeps_one_part_until_its_backward(monkeypatch: pytest.MonkeyP
     with torch.no_grad():
         score_hidden(**leaves, **options)
     assert len(alive) == 0
-    entropy = score_hidden(**leaves, **options, keep_logits=False).entropy
+    log_probs = score_hidden(**leaves, **options, keep_logits=False).log_probs
     assert len(alive) == 0
-    kept = torch.autograd.grad(score_hidden(**leaves, **options).entropy.sum(), leaves["hidden"])
-    again = torch.autograd.grad(entropy.sum(), leaves["hidden"])
+    kept = torch.autograd.grad(score_hidden(**leaves, **options).log_probs.sum(), leaves["hidden"])
+    again = torch.autograd.grad(log_probs.sum(), leaves["hidden"])
     assert torch.equal(*kept, *again)
+
+
+def test_under_checkpointing_nothing_is_kept(alive: Any) -> None:
+    case = make_case("cpu", [(2, 12, "mixed")], 50)
+    leaves = Layer.of(case, 6, torch.float32, bias=False).leaves()
+    options: Any = {"plan": case.plan, "path": "chunked", "max_bytes": 2 * 3 * 50 * 4}
+    expected = torch.autograd.grad(
+        score_hidden(**leaves, **options).log_probs.sum(), list(leaves.values())
+    )
+
+    def log_probs() -> Any:
+        return score_hidden(**leaves, **options, keep_logits=False).log_probs
+
+    calls = [checkpoint(log_probs, use_reentrant=False) for _ in range(2)]
+    assert len(alive) == 0
+    for call in calls:
+        gradients = torch.autograd.grad(call.sum(), list(leaves.values()))
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert len(alive) == 0
 
 
 @pytest.mark.parametrize("path", ["sparse", "chunked"])

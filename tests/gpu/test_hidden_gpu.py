@@ -1,4 +1,4 @@
-"""`score_hidden` on a GPU: what `HiddenTests` asserts, sizes of a model, and no sync."""
+"""`score_hidden` on a GPU: what `TritonTests` asserts, sizes of a model, and no sync."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ pytest.register_assert_rewrite("tests.linear_checks", "tests.kernel_checks")
 
 from rlreplay.hidden_scores import score_hidden  # noqa: E402
 from tests.gpu.test_scores_gpu import no_sync  # noqa: E402
-from tests.kernel_checks import make_case, weights_of  # noqa: E402
+from tests.kernel_checks import make_case, plan_of, weights_of  # noqa: E402
 from tests.linear_checks import (  # noqa: E402
     SPARSE_SCORES,
-    HiddenTests,
     Layer,
+    TritonTests,
     check,
     same_bits,
     scored,
@@ -25,9 +25,8 @@ from tests.linear_checks import (  # noqa: E402
 pytestmark = pytest.mark.timeout(600)
 
 
-class TestOnGpu(HiddenTests):
+class TestOnGpu(TritonTests):
     device = "cuda"
-    backend = "triton"
     scale = 16
     vocab = 1000
 
@@ -50,11 +49,11 @@ def test_no_sync(path: Any, names: tuple[str, ...]) -> None:
     case = TestOnGpu().case()
     layer = Layer.of(case, 64, torch.bfloat16, bias=True)
     weights = weights_of(case.plan, names)
-    assert case.plan.by_id.order.is_cuda  # sorted before: once for a plan, with a sync
+    plan = plan_of(case.tokens, case.masks, case.layout, case.vocab_size, "cuda", sort_ids=True)
     leaves = layer.leaves()
     with no_sync():
         scores = score_hidden(
-            leaves["hidden"], leaves["weight"], case.plan, bias=leaves["bias"], scores=names,
+            leaves["hidden"], leaves["weight"], plan, bias=leaves["bias"], scores=names,
             path=path, max_bytes=1 << 20,
         ).asked()  # fmt: skip
         total = torch.stack([(v * weights[k].float()).sum() for k, v in scores.items()]).sum()
