@@ -42,8 +42,8 @@ WEIGHT_GRADIENTS = get_args(WeightGradient)
 
 BREAK_EVEN_IDS = 2000
 """Support ids a row from which whole logits, chunk by chunk, are taken to be faster on a GPU. On an
-H200 forward and backward take the same time at 2,150 to 2,440 ids for hidden sizes of 2,048 to
-7,168, a forward alone at 1,370 to 1,630; one number for both, so that a forward without gradient
+H200 forward and backward take the same time at 2,150 to 2,250 ids for hidden sizes of 2,048 to
+7,168, a forward alone at 1,450; one number for both, so that a forward without gradient
 gives the bits of one with it."""
 
 CPU_BREAK_EVEN = 1 / 200
