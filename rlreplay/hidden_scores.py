@@ -115,7 +115,7 @@ def score_hidden(
         sequence_parallel: `hidden` is cut by rows over the TP group.
         max_bytes: of whole logits and their gradient at a time. Where there is more than one chunk,
             a float32 total of the weight's gradient and its rounding come on top, but for
-            `main_grad`; in a batch with supports and unrestricted rows, a gradient of either.
+            `main_grad`. Supports and unrestricted rows in one batch make a gradient each.
         keep_logits: keep the last chunk's logits for the backward. With False all are made again:
             for many calls before their backward, which else hold `max_bytes` each, and under
             activation checkpointing or offloading, which do not see what is kept.

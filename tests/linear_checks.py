@@ -408,6 +408,22 @@ class HiddenTests:
             assert all(v.shape == (0,) for v in scores.values())
             assert all((g == 0).all() for g in gradients.values())
 
+    @pytest.mark.parametrize("path", ["sparse", "chunked"])
+    def test_hidden_states_of_no_size(self, path: Any) -> None:
+        case = self.case(seed=11)
+        layer = Layer.of(case, 1, torch.float32, bias=True)
+        empty = Layer(layer.hidden[:, :0], layer.weight[:, :0], layer.bias)
+        weights = weights_of(case.plan, SPARSE_SCORES)
+        results = scored(empty, case.plan, weights, path=path, backend=self.backend)
+        exact = through_logits(empty, case.plan, weights, torch.float64)
+        plain = through_logits(empty, case.plan, weights, torch.float32)
+        for kind, names in ((0, SPARSE_SCORES), (1, ("bias",))):
+            for name in names:
+                budget = error_budget([plain[kind][name]], [exact[kind][name]], torch.float32)
+                assert_within(results[kind][name], exact[kind][name], budget, name)
+        assert results[1]["hidden"].shape == empty.hidden.shape
+        assert results[1]["weight"].shape == empty.weight.shape
+
     def test_forced_rows_are_exactly_zero_and_send_no_gradient(self) -> None:
         case = make_case(self.device, [(2, 6, "forced")], self.vocab)
         layer = Layer.of(case, 33, torch.bfloat16, bias=True)

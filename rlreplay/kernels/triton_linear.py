@@ -109,9 +109,9 @@ def weight_gradient(
     accumulate: bool,
 ) -> None:
     """As `torch_linear.weight_gradient`, without atomics: pieces of ids, then their sums."""
-    if plan.num_ids == 0:
-        return
     segments, width = plan.by_id, hidden.shape[1]
+    if plan.num_ids == 0 or width == 0:
+        return
     block = _block(width, _GRADIENT_COLUMNS)
     blocks = triton.cdiv(width, block)
     acc, sorted_grad = accumulator(hidden.dtype), grad[segments.order]
