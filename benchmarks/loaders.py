@@ -261,7 +261,7 @@ def measure_streams(response: Response, repeats: int) -> list[Result]:
                 ]
                 style = "cumulative" if cumulative else "incremental"
                 form = f"{name}, stream, {style}, {n} chunks"
-                results.append(figures(form, head.supports.size, seconds))
+                results.append(figures(form, head.supports.size, seconds, responses=1, tokens=n))
     return results
 
 
@@ -291,7 +291,7 @@ def main() -> None:
     print_table(results)
     if options.out:
         sizes = {name: getattr(options, name) for name in ("responses", "tokens", "ids")}
-        lines = [json.dumps({**r, **sizes, **environment("torch", "numpy")}) for r in results]
+        lines = [json.dumps({**sizes, **r, **environment("torch", "numpy")}) for r in results]
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("a") as file:
             file.writelines(line + "\n" for line in lines)

@@ -536,7 +536,7 @@ def draw(results: list[Result], file: Path) -> None:
     colours = ["#1b7f5c" if r["path"] == OURS else "#9aa5b1" for r in bars]
     figure, axes = plt.subplots(1, 2, figsize=(9, 0.9 + 0.62 * len(bars)), sharey=True)
     panels = (
-        ("time, ms", [r["queued_ms"] for r in bars], "{:.2f} ms"),
+        ("time behind queued work, ms", [r["queued_ms"] for r in bars], "{:.2f} ms"),
         ("peak extra memory, GiB", [r["peak_bytes"] / 2**30 for r in bars], "{:.2f} GiB"),
     )
     for axis, (label, values, form) in zip(axes, panels, strict=True):

@@ -471,8 +471,8 @@ def plot(arms: dict[str, list[Metrics]], path: Path) -> None:
         ratio_axes.plot([m.ratio for m in metrics], color=COLOURS[name], linewidth=2, label=name)
     mass = [m.mass for m in arms[REPLAY_OFF]]
     ratio_axes.plot(mass, "k:", linewidth=1.5, label="kept mass of replay off")
-    reward_axes.set(title=f"Reward of each batch, and mean of the last {window}")
-    ratio_axes.set(title="Mean importance ratio before the first update")
+    reward_axes.set(title=f"Reward of each batch, and mean of the last {window}", ylabel="reward")
+    ratio_axes.set(title="Mean importance ratio before the first update", ylabel="mean ratio")
     for axes in (reward_axes, ratio_axes):
         axes.set_xlabel("rollout batch")
         axes.grid(alpha=0.3)

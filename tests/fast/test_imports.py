@@ -30,7 +30,6 @@ TABLE = (
     "hidden_scores",
     "log_probs",
     "diagnostics",
-    "integrations",
     "cli",
 )
 
