@@ -50,6 +50,7 @@ _WRONG_DRAW = "tokens would be drawn from another distribution than the one aske
 _OTHER_TOKEN = "log-probs would be another token's"
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHOWN_ROWS = 8
+_MULTINOMIAL_COLUMNS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,14 +317,16 @@ def capture_from_logits(
     kept = chosen > -math.inf
     columns = _sampled_columns(sampled, kept, None)
     selected = _at_least_float32(_at_columns(chosen, columns))
-    log_mass = torch.logsumexp(_at_least_float32(chosen), dim=-1)
+    # relative to the highest: large logits, of low temperatures, would round their differences
+    highest = _at_least_float32(chosen.amax(dim=-1))
+    log_mass = torch.logsumexp(_at_least_float32(chosen) - highest[:, None], dim=-1)
     return _capture(
         kept,
         None,
         valid=log_mass.isfinite(),  # no NaN and no +inf, and not all -inf
         sampled=sampled,
         columns=columns,
-        log_probs=selected - log_mass,
+        log_probs=(selected - highest) - log_mass,
         greedy=_chosen_greedy(greedy, logits, rows),
         places=places,
         max_support=max_support,
@@ -457,6 +460,13 @@ def sample(
     _refuse_empty(torch.isneginf(logits).all(dim=-1), None)
     probs = _tempered(logits, _limits(params, logits))
     weights = filter_probs(probs, params, cutoff=cutoff, order=order)
+    if weights.shape[1] > _MULTINOMIAL_COLUMNS:
+        raise ReplayError(
+            "too many columns to draw from",
+            expected=f"at most {_MULTINOMIAL_COLUMNS}, as torch.multinomial takes",
+            got=f"{weights.shape[1]}",
+            consequence="there is no draw",
+        )
     token_ids = torch.multinomial(weights, 1, generator=generator)[:, 0]
     log_probs = selected_log_probs(weights, token_ids)
     return SampledTokens(token_ids, log_probs, support_from_weights(weights, rows=rows))

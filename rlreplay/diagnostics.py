@@ -28,6 +28,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -99,6 +100,8 @@ class Tally(ABC):
     """
 
     COUNTS: ClassVar[tuple[str, ...]] = ("tokens", "non_finite")
+    PARTS: ClassVar[tuple[str, ...]] = ()
+    """Counts of measured tokens."""
     SUMS: ClassVar[tuple[str, ...]] = ()
     MAXIMA: ClassVar[tuple[str, ...]] = ()
     BINS: ClassVar[int] = 0
@@ -115,8 +118,15 @@ class Tally(ABC):
             raise _not_a_tally("counts", "non-negative integers", "other numbers")
         if self.BINS and bins.sum() != own[0]:
             raise _not_a_tally("bins", f"{own[0]:.0f} tokens in all", f"{bins.sum():.0f}")
+        for name in self.PARTS:
+            part = own[self.COUNTS.index(name)]
+            if part > own[0]:
+                raise _not_a_tally(name, f"at most {own[0]:.0f} tokens", f"{part:.0f}")
+        highest = _vector(maxima, "maxima", len(self.MAXIMA))
+        if not (highest >= 0).all():
+            raise _not_a_tally("maxima", "non-negative numbers", shown(highest.tolist()))
         object.__setattr__(self, "sums", own)
-        object.__setattr__(self, "maxima", _vector(maxima, "maxima", len(self.MAXIMA)))
+        object.__setattr__(self, "maxima", highest)
 
     @classmethod
     def _num_sums(cls) -> int:
@@ -207,6 +217,7 @@ class LogProbMismatch(Tally):
 
     __slots__ = ()
     COUNTS = ("tokens", "non_finite", "clamped")
+    PARTS = ("clamped",)
     SUMS = ("ratio", "ratio_squared", "k1", "k3", "abs_delta")
     MAXIMA = ("abs_delta",)
     BINS = _BINS
@@ -1137,7 +1148,8 @@ def _rank(q: Any, count: int) -> int:
     """Which of `count` numbers in ascending order is their q-quantile, from 1."""
     if isinstance(q, bool) or not isinstance(q, int | float) or not 0 <= q <= 1:
         raise _not_a_tally("q", "a number in [0, 1]", shown(q))
-    return max(1, math.ceil(q * count))
+    # as the decimal that was written: 0.07 * 100 is more than 7 in floating point
+    return max(1, math.ceil(Fraction(repr(float(q))) * count))
 
 
 def _not_a_tally(name: str, expected: str, got: str) -> ReplayError:

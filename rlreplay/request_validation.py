@@ -34,10 +34,14 @@ _EXACT_SPECULATION = ("DFLASH", "DSPARK")
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A parameter that must be absent, null, empty or `neutral`."""
+    """A parameter that must be absent, null, empty or `neutral`; or not even empty."""
 
     neutral: Any
     why: str
+
+
+_UNSET: Any = object()
+"""Neutral is nothing but null: an empty grammar is a grammar, and no allowed ids are none."""
 
 
 def _rules(why: str, **neutral: Any) -> dict[str, _Rule]:
@@ -127,7 +131,12 @@ _SGLANG = _Dialect(
         "custom_labels external_trace_header received_time"
     ),
     masking=_rules(
-        _MASKED, json_schema=None, regex=None, ebnf=None, structural_tag=None, min_new_tokens=0
+        _MASKED,
+        json_schema=_UNSET,
+        regex=_UNSET,
+        ebnf=_UNSET,
+        structural_tag=_UNSET,
+        min_new_tokens=0,
     ),
     server=_rules(_SPLIT_SERVER, disaggregation_mode="null"),
     defaulting={"sampling_defaults": "openai", "preferred_sampling_params": None},
@@ -168,13 +177,13 @@ _VLLM = _Dialect(
     ),
     masking=_rules(
         _MASKED,
-        structured_outputs=None,
-        guided_decoding=None,
-        guided_json=None,
-        guided_regex=None,
-        guided_choice=None,
-        guided_grammar=None,
-        allowed_token_ids=None,
+        structured_outputs=_UNSET,
+        guided_decoding=_UNSET,
+        guided_json=_UNSET,
+        guided_regex=_UNSET,
+        guided_choice=_UNSET,
+        guided_grammar=_UNSET,
+        allowed_token_ids=_UNSET,
         bad_words=None,
         _bad_words_token_ids=None,
         min_tokens=0,
@@ -393,13 +402,13 @@ def _close(names: list[Any], known: frozenset[str]) -> str:
 def _check_neutral(fields: dict[str, Any], rules: dict[str, _Rule], otherwise: str = "") -> None:
     for name, rule in rules.items():
         if name in fields and not _is_neutral(fields[name], rule.neutral):
-            neutral = "" if rule.neutral is None else f" or {rule.neutral!r}"
+            neutral = "" if rule.neutral in (None, _UNSET) else f" or {rule.neutral!r}"
             _refuse(name, f"{name} left out{neutral}{otherwise}", fields[name], rule.why)
 
 
 def _is_neutral(value: Any, neutral: Any) -> bool:
-    if value is None:
-        return True
+    if value is None or neutral is _UNSET:
+        return value is None
     if neutral is None:
         return isinstance(value, list | tuple | dict | set) and not value
     if isinstance(neutral, bool):

@@ -165,8 +165,8 @@ class Rollout:
 
         Each turn's prompt is the prompt and response of the turn before, and then the tokens that
         a tool or the environment added. Those become response tokens that the loss mask leaves
-        out, with rollout log-prob 0, and are charged to the weights that read them, the next
-        turn's.
+        out, with rollout log-prob 0, and are charged to the weights that read them, those of the
+        next turn with a response; after the last one, its own.
 
         Args:
             turns: at least one, in order.

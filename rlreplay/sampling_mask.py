@@ -37,6 +37,7 @@ _NUMBER_TYPES = frozenset({float, int, np.float32, np.float64})
 _FLOAT64_MAX = int(np.finfo(np.float64).max)
 _UNPACK_BYTES = 1 << 26  # dense bits unpacked at a time by from_packed_bits
 _MOST = 1 << 48  # no array is that long, and sums of such counts do not overflow
+_LONGEST_RANGE = 1 << 28  # a range costs nothing to write and 8 bytes an integer to read
 # The dtypes that lists of ids, flags and log-probs come in, by the kind that numpy gives them.
 _TENSOR_KINDS = {
     torch.bool: "b",
@@ -479,8 +480,11 @@ def integer_array(values: Any, name: str) -> IntArray:
 
 
 def _integers_of_range(values: range, name: str) -> IntArray:
-    if values and max(abs(values[0]), abs(values[-1])) >= _MOST:
-        raise _not_integers(name, shown(values))
+    if values:
+        first, last = values[0], values[-1]
+        count = (last - first) // values.step + 1  # len() overflows on longer ones
+        if count > _LONGEST_RANGE or max(abs(first), abs(last)) >= _MOST:
+            raise _not_integers(name, shown(values))
     return np.arange(values.start, values.stop, values.step, dtype=np.int64)
 
 
@@ -590,8 +594,10 @@ def frozen(values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
 
 
 def is_iterable(values: Any) -> bool:
-    """Can `values` be an iterable of objects? Text, dicts, arrays and tensors are none."""
-    opaque = isinstance(values, str | bytes | dict | np.ndarray | torch.Tensor)
+    """Can `values` be an iterable of objects? Text, dicts, arrays, tensors and ranges are none."""
+    opaque = isinstance(
+        values, str | bytes | bytearray | memoryview | dict | range | np.ndarray | torch.Tensor
+    )
     return isinstance(values, Iterable) and not opaque
 
 

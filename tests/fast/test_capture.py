@@ -1078,3 +1078,19 @@ def test_rows_that_are_no_distribution_are_refused(bad: float) -> None:
         filter_probs(probs, SamplingParams())
     with pytest.raises(ReplayError, match=r"row 1: not a distribution: .* got a sum of 2\.0"):
         filter_probs(torch.tensor([TIED, [2 * p for p in TIED]]), SamplingParams())
+
+
+@pytest.mark.parametrize("scale", [50.0, 2e4, 2e7, 1e30])
+def test_log_probs_of_large_logits_are_those_of_log_softmax(scale: float) -> None:
+    """A low temperature makes them: their differences are exact, their logsumexp is not."""
+    logits = torch.tensor([[scale, scale, -math.inf], [-scale, -scale, -2 * scale]])
+    capture = capture_from_logits(logits, torch.tensor([0, 1]))
+    expected = torch.log_softmax(logits, dim=-1)[[0, 1], [0, 1]]
+    assert capture.log_probs.tolist() == expected.tolist()
+    assert capture.log_probs.tolist() == pytest.approx([-math.log(2)] * 2)
+
+
+def test_more_columns_than_torch_draws_from_are_refused() -> None:
+    logits = torch.zeros(1).expand(1, (1 << 24) + 1)
+    with pytest.raises(ReplayError, match="too many columns to draw from"):
+        sample(logits, SamplingParams(top_k=1))

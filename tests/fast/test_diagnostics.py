@@ -1099,3 +1099,28 @@ def test_the_kl_reads_nothing_back(on_device):
     sums, maxima = SupportKL.tensors(mask, on_device(), on_device())
 
     assert sums.device.type == maxima.device.type == "lazy"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "match"),
+    [
+        ("maxima", math.nan, "maxima"),
+        ("maxima", -5.0, "maxima"),
+        ("clamped", 2.0, "clamped do not fit the tally: expected at most 1 tokens"),
+    ],
+)
+def test_tallies_that_contradict_themselves_are_refused(place, value, match):
+    tally = LogProbMismatch.measure(np.array([-1.0]), np.array([-2.0]))
+    sums, maxima = tally.sums.copy(), tally.maxima.copy()
+    if place == "maxima":
+        maxima[0] = value
+    else:
+        sums[LogProbMismatch.COUNTS.index(place)] = value
+    with pytest.raises(ReplayError, match=match):
+        LogProbMismatch(sums, maxima)
+
+
+def test_quantiles_take_the_decimal_that_was_written():
+    statistics = SupportStatistics(np.array([0] + [1] * 100))  # sizes 1 to 100
+    for percent in range(1, 101):
+        assert statistics.size_quantile(percent / 100) == percent

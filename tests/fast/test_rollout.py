@@ -780,3 +780,28 @@ def test_decode_can_be_called(decode, tokens):
 def test_decode_returns_text(text):
     with refused("no stop string"):
         saying([1]).truncate_at_stop("a", lambda ids: text)
+
+
+# longer than any memory: a list of it fails at once
+ENDLESS = range(1 << 62)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: Rollout.merge_turns(ENDLESS),
+        lambda: RolloutSamplingMask.concat(ENDLESS),
+        lambda: Rollout(
+            prompt_ids=[1],
+            response_ids=[2],
+            sampling_mask=RolloutSamplingMask.forced([2]),
+            weight_versions=ENDLESS,
+        ),
+        lambda: Rollout(
+            prompt_ids=[1], response_ids=[2], sampling_mask=RolloutSamplingMask.forced([2])
+        ).truncate_at_stop(ENDLESS, str),
+    ],
+)
+def test_a_range_is_no_list_of_objects(call):
+    with pytest.raises(ReplayError):
+        call()

@@ -564,7 +564,11 @@ def test_a_flag_is_a_flag(flag):
             make()
 
 
-@pytest.mark.parametrize("many", [range(2**70), range(-(2**70), 0), range(0, 2**63, 3)], ids=str)
+@pytest.mark.parametrize(
+    "many",
+    [range(2**70), range(-(2**70), 0), range(0, 2**63, 3), range(10**10), range(10**10, 0, -1)],
+    ids=str,
+)
 def test_ranges_beyond_memory_refused(many):
     refuse(lambda: RolloutSamplingMask.from_mask_list([[1], many]), row=1, says="support id")
     for make in (
