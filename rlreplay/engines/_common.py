@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,16 +18,19 @@ from rlreplay.sampling_mask import (
     IntArrayLike,
     RolloutSamplingMask,
     check_count,
+    is_integer,
     is_iterable,
     shown,
 )
 
 OnMissingMask = Literal["raise", "unrestricted"]
 _Rows = list[Any] | RolloutSamplingMask | None
+Span = tuple[Any, Any, Any]
 PromptIds = IntArrayLike | Sequence[IntArrayLike]
 
 WRONG_LAYOUT = "the payload would be read as something that it is not"
 SHIFTED = "later tokens would be scored on another token's support"
+_CHARGED = "tokens would be charged to weights that did not sample them"
 _SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
 
 
@@ -132,8 +136,8 @@ def sequence(value: Any, name: str) -> list[Any] | tuple[Any, ...]:
 
 
 def items(values: Any, name: str, what: str) -> list[Any]:
-    """The items of any iterable of objects: not of text, a dict, an array, a tensor or a range."""
-    if not is_iterable(values) or isinstance(values, range):  # a range may be longer than memory
+    """The items of any iterable of objects: not of text, a dict, an array or a range."""
+    if not is_iterable(values):
         wrong_type(name, f"an iterable of {what}", values)
     return list(values)
 
@@ -233,12 +237,11 @@ def prompts_for(prompt_ids: Any, count: int) -> list[Any]:
     return list(prompt_ids)
 
 
-def weight_spans(
-    fields: dict[str, Any], n: int, *, clip: bool = False
-) -> list[tuple[Any, Any, Any]]:
+def weight_spans(fields: dict[str, Any], n: int, *, clip: bool = False) -> list[Span]:
     """(version, start, end) of `weight_versions`, or one span of `weight_version`, or nothing.
 
-    `clip` cuts spans at row `n` (a response whose last token was dropped on request).
+    `clip` cuts spans of `n` or `n + 1` rows at row `n` (a response whose last token was dropped on
+    request).
     """
     newest, listed = fields.get("weight_version"), fields.get("weight_versions")
     if listed is None:
@@ -250,14 +253,71 @@ def weight_spans(
             "weight_version is not the newest of weight_versions",
             expected=shown(spans[-1][0]),
             got=shown(newest),
-            consequence="tokens would be charged to weights that did not sample them",
+            consequence=_CHARGED,
         )
-    if clip:
-        bounds = [check_count(value, "a span's bound") for _, *pair in spans for value in pair]
-        ends = [min(end, n) for end in bounds[1::2]]
-        clipped = zip((version for version, *_ in spans), bounds[::2], ends, strict=True)
-        spans = [span for span in clipped if span[1] < span[2] or (n == 0 and span[1] == 0)]
+    if clip and spans:
+        check_spans(spans, "weight_versions", n, n + 1)
+        spans = _cut_spans(spans, n)
     return spans
+
+
+def check_spans(spans: Sequence[Span], name: str, *ends: int) -> None:
+    """Refuse spans that do not cover `[0, end)`, one after another, for one of `ends`."""
+    whole = f"spans that end at {' or '.join(map(str, dict.fromkeys(ends)))}"
+    done = 0
+    for span in spans:
+        version, start, end = span
+        typed = isinstance(version, str) and is_integer(start) and is_integer(end)
+        empty = len(spans) == 1 and 0 in ends and typed and end == 0
+        if not typed or start != done or (end <= start and not empty):
+            expected = f"(version, start, end) with start {done}, and end above it"
+            raise _bad_spans(name, expected, shown(span), min(done, *ends))
+        if end > max(ends):
+            raise _bad_spans(name, whole, shown(span), min(ends))
+        done = int(end)
+    if done not in ends:
+        raise _bad_spans(name, whole, f"the last one ends at {done}", done)
+
+
+def check_same_spans(listed: Sequence[tuple[int, Sequence[Span], int]]) -> None:
+    """Refuse chunks that charge the same rows to different weights.
+
+    `listed` holds (chunk, spans, rows so far), the spans as `check_spans` lets them pass.
+    """
+    for (_, before, rows), (index, after, _) in itertools.pairwise(listed):
+        old, new = _united(_cut_spans(before, rows)), _united(_cut_spans(after, rows))
+        for said, says in zip(old, new, strict=False) if rows else ():
+            if said != says:
+                row = said[1] if said[0] != says[0] else min(said[2], says[2])
+                problem = f"weight_versions of chunk {index} changes what an earlier chunk said"
+                raise ReplayError(
+                    problem, expected=shown(said), got=shown(says), consequence=_CHARGED, row=row
+                )
+
+
+def _cut_spans(spans: Sequence[Span], n: int) -> list[Span]:
+    """The spans of the first `n` rows."""
+    return [(v, start, min(end, n)) for v, start, end in spans if start < n or start == n == 0]
+
+
+def _united(spans: Sequence[Span]) -> list[Span]:
+    """The spans with neighbours of one version made one."""
+    united: list[Span] = []
+    for version, start, end in spans:
+        if united and united[-1][0] == version:
+            start = united.pop()[1]
+        united.append((version, start, end))
+    return united
+
+
+def _bad_spans(name: str, expected: str, got: str, row: int) -> ReplayError:
+    return ReplayError(
+        f"the spans of {name} do not cover its rows",
+        expected=expected,
+        got=got,
+        consequence=_CHARGED,
+        row=row,
+    )
 
 
 def assemble(
@@ -269,7 +329,7 @@ def assemble(
     rollout_log_probs: Any = None,
     support_log_probs: FloatArray | None = None,
     loss_mask: Any = None,
-    spans: Sequence[tuple[Any, Any, Any]] = (),
+    spans: Sequence[Span] = (),
     finish_reason: Any = None,
 ) -> Rollout:
     """The `Rollout` of these fields; `mask=None` makes every row unrestricted.

@@ -8,17 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlreplay.engines._common import (
+    Span,
     check_agrees,
     check_prefix,
     check_same_request,
+    check_same_spans,
+    check_spans,
     check_style,
+    is_blank,
     items,
     mapping,
     optional_count,
     reason_of,
+    rows_from,
     same_value,
     sequence,
     stream_error,
+    weight_spans,
 )
 
 MASK = "output_token_sampling_mask"
@@ -61,11 +67,15 @@ def _read_chunks(chunks: Iterable[Any]) -> list[_Chunk]:
     parts = [_read_chunk(chunk, index) for index, chunk in enumerate(listed)]
     if not parts:
         raise stream_error("the stream is empty", "at least one chunk", "none")
-    for index, (before, after) in enumerate(itertools.pairwise(parts), start=1):
+    for index, before in enumerate(parts[:-1], start=1):
         if before.meta.get("finish_reason") is not None:
             problem = f"chunk {index} comes after the response has finished"
             raise stream_error(problem, "no further chunk", "one")
-        check_same_request(index, before.meta.get("id"), after.meta.get("id"))
+    request = None
+    for index, part in enumerate(parts):
+        name = part.meta.get("id")
+        check_same_request(index, request, name)
+        request = request if name is None else name
     return parts
 
 
@@ -147,30 +157,64 @@ def _join(columns: list[tuple[list[Any] | None, list[Any]]], name: str) -> list[
     if not present:
         return None
     done = 0
-    for column, ids in columns:
+    for index, (column, ids) in enumerate(columns):
         if column is None and ids:
-            raise stream_error(f"{name} is missing from a chunk", "it in all", "none", row=done)
+            raise stream_error(f"{name} is missing from chunk {index}", "it in all", "none", done)
         done += len(ids)
     return list(itertools.chain.from_iterable(present))
 
 
 def _merged(parts: list[_Chunk], whole: _Chunk, ends: list[int]) -> dict[str, Any]:
-    """The stream as the payload of one response."""
+    """The stream as the payload of one response; `ends` are the rows up to each chunk's end."""
+    for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
+        if part.log_probs is not None:
+            with rows_from(end - part.size):
+                name = f"{LOG_PROBS} of chunk {index}"
+                check_agrees(name, len(part.log_probs), part.size, "its rows")
     meta = {**whole.meta, MASK: whole.rows, LOG_PROBS: whole.log_probs}
-    versions = [part.meta.get("weight_version") for part in parts]
-    if meta.get("weight_versions") is None and any(v is not None for v in versions):
-        meta["weight_versions"] = _spans_of_chunks(versions, ends)
+    spans = _spans_of_chunks(parts, ends)
+    if spans is not None:
+        names = ("version", "start", "end")
+        meta["weight_versions"] = [dict(zip(names, span, strict=True)) for span in spans]
         meta.pop("weight_version", None)  # the last chunk may name a version and add no row
     return {"output_ids": whole.ids, "meta_info": meta}
 
 
-def _spans_of_chunks(versions: list[Any], ends: list[int]) -> list[dict[str, Any]]:
-    spans: list[dict[str, Any]] = []
-    start = 0
-    for version, end in zip(versions, ends, strict=True):
-        if spans and same_value(spans[-1]["version"], version):
-            spans[-1]["end"] = end
+def _spans_of_chunks(parts: list[_Chunk], ends: list[int]) -> list[Span] | None:
+    """The last `weight_versions`, and by `weight_version` what came after them.
+
+    None where the last chunk has the whole list, or no chunk says anything.
+    """
+    listed = _listed_spans(parts, ends)
+    last, spans, start = listed[-1] if listed else (-1, [], 0)
+    after = slice(last + 1, None)
+    versions = [part.meta.get("weight_version") for part in parts[after]]
+    if listed:
+        done = last == len(parts) - 1
+    else:
+        own = parts[-1].meta.get("weight_versions")
+        done = own is not None or all(version is None for version in versions)
+    if done:
+        return None
+    for version, end in zip(versions, ends[after], strict=True):
+        if spans and same_value(spans[-1][0], version):
+            spans[-1] = (*spans[-1][:2], end)
         elif end > start or end == ends[-1] == 0:
-            spans.append({"version": version, "start": start, "end": end})
+            spans.append((version, start, end))
         start = end
     return spans
+
+
+def _listed_spans(parts: list[_Chunk], ends: list[int]) -> list[tuple[int, list[Span], int]]:
+    """(chunk, spans, rows so far) of the chunks with `weight_versions`, which must agree."""
+    listed = []
+    for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
+        if is_blank(part.meta.get("weight_versions")):
+            continue
+        spans = weight_spans(part.meta, end)
+        uncommitted = len(part.ids) - part.size  # a server may or may not count that token
+        check_spans(spans, f"weight_versions of chunk {index}", end, end + uncommitted)
+        if end or not ends[-1]:  # the version of no row says nothing of the rows to come
+            listed.append((index, spans, end))
+    check_same_spans(listed)
+    return listed

@@ -135,11 +135,14 @@ def _log_probs(fields: dict[str, Any], response: IntArray, mode: LogprobsMode) -
 def log_prob_entries(logprobs: Any) -> list[Any] | None:
     """What `logprobs` holds for each token: `{"logprob": …}` over HTTP, else `{id: Logprob}`."""
     if isinstance(logprobs, dict):
+        if logprobs and "content" not in logprobs:
+            wrong_type("logprobs", "an object with content, or a list", logprobs)
         logprobs = logprobs.get("content")
     if logprobs is None:
         return None
-    # Text and ranges are sequences too, of nothing that could be an entry.
-    if isinstance(logprobs, str | bytes | range) or not isinstance(logprobs, Sequence):
+    # Text, ranges and views are sequences too, of nothing that could be an entry.
+    opaque = isinstance(logprobs, str | bytes | range | memoryview)
+    if opaque or not isinstance(logprobs, Sequence):
         wrong_type("logprobs", "a list with an entry for each token", logprobs)
     return list(logprobs)
 

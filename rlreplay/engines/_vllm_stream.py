@@ -17,15 +17,20 @@ import torch
 
 from rlreplay.engines._common import (
     SHIFTED,
+    check_agrees,
     check_prefix,
     check_same_request,
+    check_same_spans,
+    check_spans,
     check_style,
+    is_blank,
     items,
     mapping,
     rows_from,
     same_value,
     sequence,
     stream_error,
+    weight_spans,
 )
 from rlreplay.engines._vllm_choice import (
     check_prompt,
@@ -85,13 +90,15 @@ def merge_chunks(
     if all(part.tokens is None for part in parts):
         raise stream_error("the stream carries no token ids", "token_ids in its chunks", "none")
     whole = _last(parts) if cumulative else _joined(parts)
-    versions = [part.weight_versions for part in parts if part.weight_versions is not None]
+    sizes = [part.size for part in parts]
+    ends = sizes if cumulative else list(itertools.accumulate(sizes))
+    _check_log_probs(parts, ends)
     return {
         "token_ids": whole.tokens,
         "sampling_mask": whole.mask,
         "logprobs": whole.log_probs,
         "finish_reason": whole.finish_reason,
-        "weight_versions": versions[-1] if versions else None,
+        "weight_versions": _last_versions(parts, ends),
     }
 
 
@@ -139,7 +146,7 @@ def _is_cumulative(found: list[dict[str, Any]]) -> bool:
     `weight_versions`, which count the rows of the whole response in both styles.
     """
     tokens = [_listed(fields.get("token_ids")) for fields in found]
-    repeats = all(new[: len(old)] == old for old, new in itertools.pairwise(tokens))
+    repeats = all(same_value(new[: len(old)], old) for old, new in itertools.pairwise(tokens))
     joined, last = sum(map(len, tokens)), len(tokens[-1])
     if not repeats or joined == last:  # equal: only the last has tokens, which is both styles
         return False
@@ -193,6 +200,30 @@ def _csr_of(part: _Part) -> tuple[IntArray, IntArray] | None:
     return flat, ends
 
 
+def _check_log_probs(parts: list[_Part], ends: list[int]) -> None:
+    """Refuse log-probs that are not as many as the tokens of their own chunk.
+
+    `ends` are the rows up to each chunk's end.
+    """
+    for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
+        if part.log_probs is not None:
+            with rows_from(end - part.size):
+                name = f"logprobs of chunk {index}"
+                check_agrees(name, len(part.log_probs), part.size, "its token_ids")
+
+
+def _last_versions(parts: list[_Part], ends: list[int]) -> Any:
+    """The last `weight_versions`, with which those of earlier chunks must agree."""
+    listed = []
+    for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
+        if not is_blank(part.weight_versions):
+            spans = weight_spans({"weight_versions": part.weight_versions}, end)
+            check_spans(spans, f"weight_versions of chunk {index}", end)
+            listed.append((index, spans, end))
+    check_same_spans(listed)
+    return parts[listed[-1][0]].weight_versions if listed else None
+
+
 def _last(parts: list[_Part]) -> _Part:
     """The last of cumulative parts, each of which must repeat the one before."""
     for index, (before, after) in enumerate(itertools.pairwise(parts), start=1):
@@ -236,7 +267,7 @@ def _joined(parts: list[_Part]) -> _Part:
     return _Part(
         tokens=_concatenated([part.tokens for part in parts]),
         mask=_joined_mask(parts),
-        log_probs=_chained([part.log_probs for part in parts]),
+        log_probs=_joined_log_probs(parts),
         finish_reason=parts[-1].finish_reason,
         weight_versions=None,
     )
@@ -247,9 +278,18 @@ def _concatenated(columns: Sequence[IntArray | None]) -> IntArray | None:
     return np.concatenate(present) if present else None
 
 
-def _chained(columns: Sequence[list[Any] | None]) -> list[Any] | None:
-    present = [column for column in columns if column is not None]
-    return list(itertools.chain.from_iterable(present)) if present else None
+def _joined_log_probs(parts: list[_Part]) -> list[Any] | None:
+    """The log-probs of all deltas; None where none has any."""
+    present = [part.log_probs for part in parts if part.log_probs is not None]
+    if not present:
+        return None
+    done = 0
+    for index, part in enumerate(parts):
+        if part.log_probs is None and part.size:
+            problem = f"logprobs are missing from chunk {index}"
+            raise stream_error(problem, "them in all deltas or in none", "none", row=done)
+        done += part.size
+    return list(itertools.chain.from_iterable(present))
 
 
 def _joined_mask(parts: list[_Part]) -> Any:

@@ -146,7 +146,8 @@ def from_stream(
     (each chunk holds what is new). In both, `output_token_sampling_mask_length` is the total so
     far (`completion_tokens` stands in where it is absent): the style is found by comparing it with
     the lists. Where chunks carry `weight_version` only, the rows that a chunk adds count as
-    sampled by the version it names.
+    sampled by the version it names; `weight_versions`, where sent, count rows of the whole
+    response, and stand above that.
 
     Args:
         chunks: the decoded chunks, in order.
@@ -155,9 +156,9 @@ def from_stream(
         cumulative: the style, needed only where chunks carry no total.
 
     Raises:
-        ReplayError: a gap, a chunk that shrinks or changes what an earlier one said, a change of
-            style, a chunk after the last, chunks of two requests; and all that `from_response`
-            refuses. Rows are rows of the whole response.
+        ReplayError: a gap, a chunk that shrinks or changes what an earlier one said, log-probs
+            unlike the rows of their own chunk, a change of style, a chunk after the last, chunks of
+            two requests; and all that `from_response` refuses. Rows are rows of the whole response.
     """
     options = LoadOptions(vocab_size, on_missing_mask)
     check_option("on_uncommitted_token", on_uncommitted_token, get_args(OnUncommittedToken))
@@ -289,10 +290,11 @@ def _join_chunks(chunks: Iterable[Any]) -> tuple[IntArray, IntArray, FloatArray]
     """`lengths`, `token_ids` and `logprobs` of all chunks."""
     lengths, ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     values = [np.zeros(0, np.float32)]
-    done = 0
+    modes, done = ["selected", "support"], 0  # all chunks have one mode
     for index, chunk in enumerate(items(chunks, "the stream", "chunks")):
         sizes = integer_array(_array(chunk, "lengths", index), f"lengths of chunk {index}")
         tokens = integer_array(_array(chunk, "token_ids", index), f"token_ids of chunk {index}")
+        logged = float_array(_array(chunk, "logprobs", index), f"logprobs of chunk {index}")
         wrong = (sizes < 0) | (sizes > tokens.size)
         if wrong.any() or int(sizes.sum()) != tokens.size:
             raise stream_error(
@@ -301,9 +303,19 @@ def _join_chunks(chunks: Iterable[Any]) -> tuple[IntArray, IntArray, FloatArray]
                 f"a length of {sizes[wrong][0]}" if wrong.any() else f"{sizes.sum()}",
                 row=done + (int(np.argmax(wrong)) if wrong.any() else 0),
             )
+        counts = {"selected": sizes.size, "support": tokens.size}
+        fitting = [mode for mode in modes if counts[mode] == logged.size]
+        if not fitting:
+            raise stream_error(
+                f"logprobs of chunk {index} are not as many as its rows or ids",
+                " or ".join(f"{counts[mode]} in {mode} mode" for mode in modes),
+                f"{logged.size}",
+                row=done + min(logged.size, sizes.size),
+            )
+        modes = fitting
         lengths.append(sizes)
         ids.append(tokens)
-        values.append(float_array(_array(chunk, "logprobs", index), f"logprobs of chunk {index}"))
+        values.append(logged)
         done += sizes.size
     return np.concatenate(lengths), np.concatenate(ids), np.concatenate(values)
 

@@ -82,7 +82,7 @@ def from_response(
         on_missing_mask: "raise", or "unrestricted": a response without a mask was drawn from the
             full vocabulary. An empty or null row inside a mask is refused either way.
         log_probs_over: what `output_token_logprobs` are normalised over. "support" makes them
-            `rollout_log_probs`; "vocabulary" leaves them out.
+            `rollout_log_probs`, and refuses tokens without any; "vocabulary" leaves them out.
 
     Raises:
         MissingMaskError: the supports are missing or null.
@@ -160,6 +160,8 @@ def _rollout(response: Any, prompt_ids: Any, options: LoadOptions, over: LogProb
     if logged_ids is not None:
         _check_logged_ids(logged_ids, tokens)
     mask = _mask(_field(meta, _IDS), _field(meta, _OFFSETS), tokens.size, options)
+    if over == "support" and mask is not None:
+        _check_present("output_token_logprobs", log_probs, tokens.size)
     return assemble(
         options,
         prompt_ids=prompt_ids,
@@ -188,6 +190,8 @@ def _train_rollout(sample: dict[str, Any], options: LoadOptions, over: LogProbsO
     mask = _mask(
         sample[_TRAINER_IDS], sample[_TRAINER_OFFSETS], n, options, allow_unrestricted=True
     )
+    if over == "support" and mask is not None:
+        _check_present("rollout_log_probs", sample["rollout_log_probs"], n)
     rollout = assemble(
         options,
         prompt_ids=tokens[:cut],
@@ -199,6 +203,17 @@ def _train_rollout(sample: dict[str, Any], options: LoadOptions, over: LogProbsO
     if mask is not None:
         _check_empty_rows(rollout)
     return rollout
+
+
+def _check_present(name: str, values: Any, n: int) -> None:
+    if values is None and n:
+        raise ReplayError(
+            f"{name} are missing",
+            expected='a log-prob for each token, or log_probs_over="vocabulary"',
+            got="none",
+            consequence="the rollout would lack the log-probs that were asked for",
+            row=0,
+        )
 
 
 def _check_empty_rows(rollout: Rollout) -> None:
@@ -254,15 +269,7 @@ def _int32_array(value: Any, name: str) -> IntArray:
     A `memoryview` of bytes is raw; one of a wider format is an array of that format.
     """
     if isinstance(value, str):
-        try:
-            value = base64.b64decode(value, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise ReplayError(
-                f"{name} are no base64",
-                expected="base64 of little-endian int32",
-                got=f"{error}",
-                consequence=WRONG_LAYOUT,
-            ) from None
+        value = _decoded(value, name)
     if isinstance(value, memoryview):
         value = _viewed(value, name)
     if not isinstance(value, bytes | bytearray):
@@ -275,6 +282,25 @@ def _int32_array(value: Any, name: str) -> IntArray:
             consequence=WRONG_LAYOUT,
         )
     return np.frombuffer(value, dtype="<i4").astype(np.int64)
+
+
+def _decoded(text: str, name: str) -> bytes:
+    try:
+        value = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _no_base64(name, f"{error}") from None
+    if base64.b64encode(value) != text.encode():  # the decoder passes over stray padding and bits
+        raise _no_base64(name, "text that its own bytes do not encode to")
+    return value
+
+
+def _no_base64(name: str, got: str) -> ReplayError:
+    return ReplayError(
+        f"{name} are no base64",
+        expected="base64 of little-endian int32",
+        got=got,
+        consequence=WRONG_LAYOUT,
+    )
 
 
 def _viewed(view: memoryview, name: str) -> Any:

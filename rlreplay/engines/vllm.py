@@ -179,9 +179,9 @@ def from_stream(
     Raises:
         ReplayError: chunks of several choices and no `choice`, in-process outputs that could be of
             either style and no `cumulative`, a chunk after the last, chunks of two requests, a mask
-            in some deltas and not in others, a cumulative output that shrinks or changes what an
-            earlier one said; and all that `from_response` refuses. Rows are rows of the whole
-            response.
+            or log-probs in some deltas and not in others, log-probs unlike the tokens of their own
+            chunk, a cumulative output that shrinks, a chunk that changes what an earlier one said;
+            and all that `from_response` refuses. Rows are rows of the whole response.
     """
     check_mode(logprobs_mode)
     options = LoadOptions(vocab_size, on_missing_mask)

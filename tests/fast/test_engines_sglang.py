@@ -458,6 +458,47 @@ def test_only_the_last_token_of_an_abort_can_be_uncommitted(reason, ids):
         load(body, on_uncommitted_token="drop")
 
 
+@pytest.mark.parametrize(
+    ("triples", "row"),
+    [
+        ([("7", 0, 60)], 3),
+        ([("7", 0, 2)], 2),
+        ([("7", 0, 2), ("8", 2, 60)], 3),
+        ([("7", 0, 3), ("8", 3, 5)], 3),
+        ([("7", 0, 3), ("8", 7, 5)], 3),
+        ([("7", 0, 3), ("8", 3, 3)], 3),
+        ([("7", 0, 3), ("8", 3, 4), ("9", 4, 4)], 3),
+        ([("7", 0, 4), ("8", 2, 3)], 3),
+        ([("7", 0, 99), ("8", 3, 4)], 3),
+        ([("7", 0, 10**5000), ("8", 3, 4)], 3),
+        ([("7", 1, 4)], 0),
+        ([("7", 0, 0), ("8", 0, 4)], 0),
+        ([("7", 0, 3), (8, 3, 4)], 3),
+    ],
+)
+def test_dropping_a_token_repairs_no_spans(triples, row):
+    body = small(finish_reason="abort", weight_versions=version_spans(*triples))
+    body["output_ids"] = [7, 5, 2, 8]
+    body["meta_info"]["completion_tokens"] = 4
+    with refused("do not cover", sample=0, row=row):
+        load(body, on_uncommitted_token="drop")
+
+
+@pytest.mark.parametrize("end", [3, 4])
+def test_dropping_a_token_cuts_its_span(end):
+    body = small(finish_reason="abort", weight_versions=version_spans(("7", 0, 1), ("8", 1, end)))
+    body["output_ids"] = [7, 5, 2, 8]
+    expected = (("7", 0, 1), ("8", 1, 3))
+    assert load(body, on_uncommitted_token="drop").weight_versions == expected
+    first = cut(small(weight_version="7"), [1], cumulative=True)[0]
+    first["meta_info"] |= {"finish_reason": None}
+    rollout = sglang.from_stream([first, body], prompt_ids=PROMPT, on_uncommitted_token="drop")
+    assert rollout.weight_versions == expected
+    first["meta_info"] |= {"weight_versions": version_spans(("7", 0, 1))}
+    again = sglang.from_stream([first, body], prompt_ids=PROMPT, on_uncommitted_token="drop")
+    assert again == rollout
+
+
 def test_dropping_the_only_token():
     body = small(finish_reason={"type": "abort"}, completion_tokens=1, **{LENGTH: 0})
     body["output_ids"] = [7]
@@ -589,8 +630,9 @@ def broken(chunks, path, value):
         (broken(stream(True), (1, "meta_info", LOG_PROBS, 0), -0.6), 0, "changes what an earlier"),
         (broken(stream(True), (1, "meta_info", LOG_PROBS), None), 0, "shrinks"),
         (broken(stream(True), (1, "meta_info", MASK), None), 0, "shrinks"),
-        (broken(stream(), (1, "meta_info", LOG_PROBS), None), 1, "missing from a chunk"),
-        (broken(stream(), (0, "meta_info", MASK), None), 0, "missing from a chunk"),
+        (broken(stream(), (1, "meta_info", LOG_PROBS), None), 1, "missing from chunk 1"),
+        (broken(stream(), (0, "meta_info", LOG_PROBS), None), 0, "missing from chunk 0"),
+        (broken(stream(), (0, "meta_info", MASK), None), 0, "missing from chunk 0"),
         (broken(stream(), (1, "output_ids"), [5]), 1, "does not agree"),
         (broken(stream(), (1, "meta_info", "id"), "other"), None, "another request"),
         (broken(stream(), (0, "meta_info", "finish_reason"), "stop"), None, "after the response"),
@@ -607,6 +649,32 @@ def test_streams_refused(chunks, row, match):
         chunks[0]["meta_info"]["id"] = "one"
     with refused(match, row=row):
         sglang.from_stream(chunks, prompt_ids=PROMPT)
+
+
+@pytest.mark.parametrize("support", [False, True])
+@pytest.mark.parametrize("cumulative", [True, False])
+@pytest.mark.parametrize(("kept", "row"), [(1, 1), (3, 2)])
+def test_log_probs_belong_to_their_own_chunk(support, cumulative, kept, row):
+    values = [[-0.6931472] * 2, [0.0], [-0.6931472] * 2]
+    whole = small(**{LOG_PROBS: values if support else [v[0] for v in values]})
+    chunks = cut(whole, [2, 3], cumulative=cumulative)
+    assert sglang.from_stream(chunks, prompt_ids=PROMPT) == load(whole)
+    logged = whole["meta_info"][LOG_PROBS]
+    chunks[0]["meta_info"][LOG_PROBS] = logged[:kept]
+    if not cumulative:
+        chunks[1]["meta_info"][LOG_PROBS] = logged[kept:]
+    with refused("of chunk 0 does not agree with its rows", row=row):
+        sglang.from_stream(chunks, prompt_ids=PROMPT)
+
+
+def test_the_id_of_a_request_is_kept_over_chunks_without_one():
+    chunks = cut(small(), [1, 1, 3], cumulative=True)
+    for chunk, name in zip(chunks, ["a", None, "b"], strict=True):
+        chunk["meta_info"]["id"] = name
+    with refused("chunk 2 belongs to another request"):
+        sglang.from_stream(chunks, prompt_ids=PROMPT)
+    chunks[2]["meta_info"]["id"] = "a"
+    assert sglang.from_stream(chunks, prompt_ids=PROMPT) == load(small())
 
 
 def test_style_told_must_fit():
@@ -653,6 +721,59 @@ def test_versions_of_a_stream(cumulative):
     assert rollout.weight_versions == (("7", 0, 1), ("9", 1, 3))
 
 
+def versions_of(chunks, ends, *said):
+    """A stream whose chunks say these `weight_versions` or, in text, this `weight_version`."""
+    for chunk, end, says in zip(chunks, ends, said, strict=True):
+        assert chunk["meta_info"][LENGTH] == end
+        name = "weight_version" if isinstance(says, str) else "weight_versions"
+        chunk["meta_info"][name] = says
+    return sglang.from_stream(chunks, prompt_ids=PROMPT).weight_versions
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([[("7", 0, 2)], None, [("7", 0, 3)]], [("7", 0, 3)]),
+        ([[("7", 0, 1), ("7", 1, 2)], [], [("7", 0, 3)]], [("7", 0, 3)]),
+        ([[("7", 0, 2)], [("7", 0, 2)], [("7", 0, 2), ("8", 2, 3)]], [("7", 0, 2), ("8", 2, 3)]),
+        ([[("7", 0, 1), ("8", 1, 2)], None, "8"], [("7", 0, 1), ("8", 1, 3)]),
+        ([[("7", 0, 1), ("8", 1, 2)], "8", "9"], [("7", 0, 1), ("8", 1, 2), ("9", 2, 3)]),
+        (["7", None, [("6", 0, 1), ("7", 1, 3)]], [("6", 0, 1), ("7", 1, 3)]),
+        ([None, None, []], []),
+    ],
+)
+def test_listed_versions_of_a_stream_are_kept(cumulative, said, expected):
+    said = [version_spans(*says) if isinstance(says, list) else says for says in said]
+    chunks = cut(small(), [2, 2, 3], cumulative=cumulative)
+    assert versions_of(chunks, [2, 2, 3], *said) == tuple(expected)
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+@pytest.mark.parametrize(
+    ("first", "last", "row", "match"),
+    [
+        ([("7", 0, 2)], [("8", 0, 3)], 0, "chunk 1 changes what an earlier"),
+        ([("7", 0, 2)], [("7", 0, 1), ("8", 1, 3)], 1, "chunk 1 changes what an earlier"),
+        ([("7", 0, 1), ("8", 1, 2)], [("7", 0, 3)], 1, "chunk 1 changes what an earlier"),
+        ([("7", 0, 7)], [("7", 0, 3)], 2, "chunk 0 do not cover"),
+        ([("7", 0, 1)], [("7", 0, 3)], 1, "chunk 0 do not cover"),
+        ([("7", 0, 1), ("8", 0, 2)], [("8", 0, 3)], 1, "chunk 0 do not cover"),
+        ([("7", 0, 2), ("8", 2, 2)], [("7", 0, 3)], 2, "chunk 0 do not cover"),
+        ([(7, 0, 2)], [("7", 0, 3)], 0, "chunk 0 do not cover"),
+        ([("7", 0, None)], [("7", 0, 3)], 0, "chunk 0 do not cover"),
+        ([("7", 0, 2)], [("7", 0, 2)], 2, "chunk 1 do not cover"),
+        ([("7", 0, 10**5000)], [("7", 0, 3)], 2, "chunk 0 do not cover"),
+        ([("7", 0, 2)], None, None, "spans do not cover"),
+        ([("7", 0, 2)], [], None, "spans do not cover"),
+    ],
+)
+def test_listed_versions_of_a_stream_must_agree(cumulative, first, last, row, match):
+    said = [says if says is None else version_spans(*says) for says in (first, last)]
+    with refused(match, row=row):
+        versions_of(cut(small(), [2, 3], cumulative=cumulative), [2, 3], *said)
+
+
 def test_a_stream_without_any_mask():
     chunks = stream(**{MASK: [], LOG_PROBS: []})
     for chunk in chunks:
@@ -687,6 +808,7 @@ def chunk(lengths=(2, 1), token_ids=(7, 3, 5), logprobs=(-0.5, 0.0)):
         (chunk(logprobs=(-0.5,)), 3),
         (chunk(logprobs=(-0.5, float("nan"))), 3),
         (chunk(logprobs=(-0.5, 0.0, -0.1)), 4),
+        (chunk(logprobs=()), 2),
         (chunk(logprobs=(0, 0)), None),
         (SimpleNamespace(lengths=[2, 1], token_ids=[7, 3, 5], logprobs=[-0.5, 0.0]), None),
         (SimpleNamespace(), None),
@@ -697,6 +819,23 @@ def test_in_process_chunks_refused(second, row):
     with pytest.raises(ReplayError) as caught:
         sglang.from_chunks([chunk(), second], prompt_ids=PROMPT, output_ids=[7, 5, 7, 5])
     assert caught.value.row == row, caught.value
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "index", "row"),
+    [
+        ((-0.5,), (-0.7, 0.0, -0.1), 0, 1),
+        ((-0.5, 0.0, -0.7, -0.1), (), 0, 2),
+        ((-0.7, -0.7, 0.0), (-0.7,), 1, 3),
+        ((-0.5, 0.0), (-0.7, -0.7, 0.0), 1, 4),
+        ((-0.7, -0.7, 0.0), (-0.5, 0.0), 1, 4),
+        ((-0.7, -0.7), (-0.7, -0.7, 0.0, 0.0), 1, 4),
+    ],
+)
+def test_in_process_log_probs_belong_to_their_own_chunk(first, second, index, row):
+    chunks = [chunk(logprobs=first), chunk(logprobs=second)]
+    with refused(f"logprobs of chunk {index} are not as many", row=row):
+        sglang.from_chunks(chunks, prompt_ids=PROMPT, output_ids=[7, 5, 7, 5])
 
 
 @pytest.mark.parametrize("kind", NO_INTEGERS)
@@ -723,7 +862,10 @@ def test_in_process_tensors_of_no_log_probs(kind):
         sglang.from_chunks([bad], prompt_ids=PROMPT, output_ids=[7, 5])
 
 
-@pytest.mark.parametrize("bad", [7, None, "ab", {}, np.zeros(2), torch.zeros(2)], ids=str)
+VIEWS = [memoryview(np.array(1.0)), memoryview(np.zeros((2, 3))), memoryview(b"ab")]
+
+
+@pytest.mark.parametrize("bad", [7, None, "ab", {}, np.zeros(2), torch.zeros(2), *VIEWS])
 def test_in_process_chunks_and_spans_are_iterables(bad):
     options = {"prompt_ids": PROMPT, "output_ids": [7, 5]}
     with refused("the stream has the wrong type"):

@@ -185,6 +185,11 @@ def test_train_data(responses: list[Drawn], data):
         ({"top_p_token_ids": "abc!"}, None, "no base64"),
         ({"top_p_token_ids": "é"}, None, "no base64"),
         ({"top_p_token_ids": "AAAAA"}, None, "no base64"),
+        ({"top_p_token_ids": to_base64([7, 3, 5]) + "="}, None, "no base64"),
+        ({"top_p_token_ids": to_base64([7, 3, 5]) + "==="}, None, "no base64"),
+        ({"top_p_token_ids": to_base64([7, 3, 5, 9])[:-3] + "B=="}, None, "no base64"),
+        ({"top_p_token_offsets": to_base64([0, 2, 3, 5])[:-3] + "/=="}, None, "no base64"),
+        ({"top_p_token_ids": to_base64([7, 3, 5, 9, 2])[:-2] + "J="}, None, "no base64"),
         ({"top_p_token_ids": base64.b64encode(b"12345").decode()}, None, "cut short"),
         ({"top_p_token_offsets": base64.b64encode(b"123").decode()}, None, "cut short"),
         ({"top_p_token_ids": b"123"}, None, "cut short"),
@@ -266,6 +271,22 @@ def test_full_vocabulary_log_probs_passed_off_as_the_support_s():
     for value in ("nobody", None, 3):
         with refused("unknown log_probs_over"):
             load(body, log_probs_over=value)
+
+
+def test_log_probs_that_were_asked_for_and_are_missing():
+    body, data = small(output_token_logprobs=None), train_data(rollout_log_probs=[None])
+    assert load(body).rollout_log_probs is None
+    with refused("output_token_logprobs are missing", sample=0, row=0):
+        load(body, log_probs_over="support")
+    for fields in (data, train_data(rollout_log_probs=None)):
+        assert slime.from_train_data(fields)[0].rollout_log_probs is None
+        with refused("rollout_log_probs are missing", sample=0, row=0):
+            slime.from_train_data(fields, log_probs_over="support")
+    unmasked = small(top_p_token_ids=None, top_p_token_offsets=None, output_token_logprobs=None)
+    rollout = load(unmasked, on_missing_mask="unrestricted", log_probs_over="support")
+    assert rollout.rollout_log_probs is None
+    empty = {"output_ids": [], "meta_info": {"top_p_token_ids": [], "top_p_token_offsets": [0]}}
+    assert len(load(empty, log_probs_over="support")) == 0
 
 
 def test_weight_version():

@@ -19,6 +19,7 @@ from tests.fast.payloads import (
     ANSWERS,
     DATA,
     NO_INTEGERS,
+    NO_PLAIN_TENSORS,
     VOCAB,
     Drawn,
     cuts,
@@ -28,6 +29,7 @@ from tests.fast.payloads import (
     spans,
     spoiled,
     tensors_of_no_integers,
+    tensors_that_numpy_lacks,
 )
 from tests.fast.strategies import refused
 
@@ -361,7 +363,7 @@ def test_only_processed_log_probs_are_taken_and_they_are_the_default():
     assert rollout.rollout_log_probs.tolist() == [-0.5, 0.0, -0.25]
     for mode in ("raw_logprobs", "processed_logits", "raw_logits"):
         assert load(small(), logprobs_mode=mode).rollout_log_probs is None
-    for absent in (None, {"content": None}):
+    for absent in (None, {}, {"content": None}):
         assert load(small(logprobs=absent)).rollout_log_probs is None
 
 
@@ -427,6 +429,11 @@ def test_log_probs_without_ids():
         ({"content": "abc"}, None),
         ({"content": 3}, None),
         ({"content": {"logprob": 1}}, None),
+        ({"tokens": ["a", "b", "c"], "token_logprobs": [-0.5, 0.0, -0.25]}, None),
+        ({7: -0.5, 5: 0.0, 2: -0.25}, None),
+        (memoryview(np.array(-0.5)), None),
+        (memoryview(np.zeros((3, 2))), None),
+        ({"content": memoryview(np.zeros((3, 2)))}, None),
         ([{}, {}, {}], 0),
         ([{7: -0.5}, {4: 0.0}, {2: -0.25}], 1),
         ([{7: -0.5}, {5: "0"}, {2: -0.25}], 1),
@@ -760,7 +767,8 @@ def broken(chunks, name, value, at=1):
         ),
         (broken(deltas(small(), [1, 3]), "token_ids", [5, 3]), 2, "not in its support"),
         (broken(deltas(small(), [1, 3]), "token_ids", [5, "2"]), 2, "integers"),
-        (broken(deltas(small(), [1, 3]), "logprobs", None), 1, "does not agree"),
+        (broken(deltas(small(), [1, 3]), "logprobs", None), 1, "missing from chunk 1"),
+        (broken(deltas(small(), [1, 3]), "logprobs", None, at=0), 0, "missing from chunk 0"),
         (broken(deltas(small(), [1, 3]), "finish_reason", "stop", at=0), None, "after the choice"),
         (broken(deltas(small(), [1, 3]), "index", "0"), None, "index"),
         ([{"choices": [{"index": 0, "token_ids": None}]}], None, "no token ids"),
@@ -772,6 +780,8 @@ def broken(chunks, name, value, at=1):
         ({"choices": []}, None, "wrong type"),
         ("ab", None, "wrong type"),
         (7, None, "wrong type"),
+        (memoryview(np.array(1.0)), None, "wrong type"),
+        (memoryview(np.zeros((2, 3))), None, "wrong type"),
     ],
 )
 def test_streams_refused(chunks, row, match):
@@ -781,6 +791,84 @@ def test_streams_refused(chunks, row, match):
     with pytest.raises(ReplayError, match=match) as caught:
         vllm.from_stream(chunks, **options)
     assert caught.value.row == row
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+@pytest.mark.parametrize("cumulative", [True, False])
+@pytest.mark.parametrize(("kept", "row"), [(0, 0), (1, 1), (3, 2)])
+def test_log_probs_belong_to_their_own_chunk(with_ids, cumulative, kept, row):
+    content = small()["logprobs"]["content"]
+    if not with_ids:
+        content = [{"logprob": each["logprob"]} for each in content]
+    chunks = deltas(small(logprobs={"content": content}), [2, 3])
+    if cumulative:
+        chunks[1] = {"choices": [small(logprobs={"content": content})]}
+    options = {"prompt_ids": PROMPT, "cumulative": cumulative}
+    assert vllm.from_stream(chunks, **options) == load(small())
+    broken(chunks, "logprobs", {"content": content[:kept]}, at=0)
+    if not cumulative:
+        broken(chunks, "logprobs", {"content": content[kept:]})
+    with refused("logprobs of chunk 0 does not agree with its token_ids", row=row):
+        vllm.from_stream(chunks, **options)
+
+
+def test_log_probs_late_and_all_at_once():
+    chunks = broken(deltas(small(), [2, 3]), "logprobs", None, at=0)
+    content = [{"logprob": each["logprob"]} for each in small()["logprobs"]["content"]]
+    with refused("logprobs are missing from chunk 0", row=0):
+        vllm.from_stream(broken(chunks, "logprobs", {"content": content}), prompt_ids=PROMPT)
+
+
+def versions(*triples):
+    return [dict(zip(("version", "start", "end"), each, strict=True)) for each in triples]
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+@pytest.mark.parametrize(
+    ("first", "last", "row", "match"),
+    [
+        ([("7", 0, 2)], [("7", 0, 3)], None, None),
+        ([], [("7", 0, 3)], None, None),
+        ([("7", 0, 2)], [("8", 0, 3)], 0, "chunk 1 changes what an earlier"),
+        ([("7", 0, 2)], [("7", 0, 1), ("8", 1, 3)], 1, "chunk 1 changes what an earlier"),
+        ([("7", 0, 7)], [("7", 0, 3)], 2, "chunk 0 do not cover"),
+        ([("7", 0, 3)], None, 2, "chunk 0 do not cover"),
+        ([("7", 0, 2)], [], 2, "spans do not cover"),
+        ([("7", 0, 2)], None, 2, "spans do not cover"),
+    ],
+)
+def test_versions_of_a_stream_must_agree(cumulative, first, last, row, match):
+    chunks = deltas(small(), [2, 3])
+    if cumulative:
+        chunks[1] = {"choices": [small()]}
+    for at, said in enumerate((first, last)):
+        broken(chunks, "weight_versions", said if said is None else versions(*said), at)
+    if match is None:
+        rollout = vllm.from_stream(chunks, prompt_ids=PROMPT, cumulative=cumulative)
+        assert rollout == load(small(weight_versions=versions(*last)))
+    else:
+        with refused(match, row=row):
+            vllm.from_stream(chunks, prompt_ids=PROMPT, cumulative=cumulative)
+
+
+class Incomparable:
+    def __eq__(self, other):
+        raise RuntimeError
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("kind", [*NO_PLAIN_TENSORS, "array", "object"])
+def test_tokens_that_do_not_compare(kind):
+    def token():
+        others = {"array": np.array([1, 2]), "object": Incomparable()}
+        return {**tensors_that_numpy_lacks([1, 2]), **others}[kind]
+
+    chunks = growing([1], [1, 3])
+    chunks[0].token_ids, chunks[1].token_ids = [token()], [token(), 3]
+    for cumulative in (None, True, False):
+        with pytest.raises(ReplayError):
+            vllm.from_stream(chunks, prompt_ids=PROMPT, cumulative=cumulative)
 
 
 # Device tensors that must be refused
