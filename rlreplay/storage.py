@@ -17,7 +17,8 @@ One row a rollout, in groups (Arrow record batches, Parquet row groups), and one
 Checksums are over the arrays of `Rollout` in little-endian order, whatever the machine. The
 schema's metadata hold `rlreplay.schema_version` and `rlreplay.rollouts_per_group`. Lists have
 64-bit offsets. A file is written under another name and moved into place once it is whole, so that
-readers of a file that is being replaced keep the old one.
+readers of a file that is being replaced keep the old one. Files must not be changed in place while
+they are read: see `memory_map` of `read_rollouts`.
 """
 
 from __future__ import annotations
@@ -492,7 +493,10 @@ def read_rollouts(
         row_groups: int `[k]`, the groups to read, in this order; all by default.
         rank, world_size: which of `world_size` contiguous shares to read, of sizes that differ by
             one at most. Groups outside of it are not read.
-        memory_map: map the file instead of reading it into memory.
+        memory_map: map the file instead of reading it into memory. Then nobody may write to it in
+            place, but only replace it by rename, as `write_rollouts` does: ids that stay in the
+            mapped file would change behind their checks, and where it is cut, reading on may kill
+            the process (SIGBUS). With False, a file that is cut meanwhile is a ReplayError.
 
     Raises:
         ReplayError: a file that is damaged in any way or of a later schema version, a group or

@@ -1,7 +1,9 @@
 """The command `rlreplay`: `inspect` says what is in files of rollouts, `convert` rewrites them.
 
 Exit status: 0 where all is well, 1 where something in the files is wrong, 2 where the call is or
-its output cannot be written, 130 where it was interrupted.
+its output cannot be written, 130 where it was interrupted. An interrupt in the first second, while
+Python loads `rlreplay` and torch and none of this runs yet, ends it as Python does: with a
+traceback, by the signal.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from inspect import signature
@@ -110,7 +111,9 @@ def inspect(
 ) -> None:
     """Say what FILES hold: JSONL of engine payloads, or Arrow and Parquet files of rollouts.
 
-    Exits with 1 where something is wrong. Files are streamed: their size does not matter. Arrow and
+    Exits with 1 where something is wrong. Files are streamed: their size does not matter, but a
+    line of JSONL must not exceed 64 MiB. Each response in a line is taken for a whole one; those
+    whose finish_reason is null, such as chunks of a stream, are counted as unfinished. Arrow and
     Parquet files take --vocab-size, and no option that says how payloads are read.
     """
     _check_sources(files, options, "FILES")
@@ -142,32 +145,39 @@ def convert(
     """Rewrite SOURCE (JSONL, Arrow, Parquet) as TARGET (Arrow, Parquet).
 
     The first response that is bad, or that does not say its prompt, ends it with 1: TARGET is
-    complete, or untouched. Arrow and Parquet files take --vocab-size, and no option that says how
-    payloads are read.
+    complete, or untouched. A line of JSONL must not exceed 64 MiB. Each response in a line becomes
+    a rollout, and those whose finish_reason is null are counted in what is printed. Arrow and
+    Parquet files take --vocab-size, and no option that says how payloads are read.
     """
     _check_sources([source], options, "SOURCE")
     _check_target(source, target, overwrite)
     with _extras():
         from rlreplay.storage import write_rollouts
+    counts: Counter[str] = Counter()
     try:
         with _progress([source]) as advance:
             records = read_records(source, options.with_prompts(), advance)
-            count = write_rollouts(target, _rollouts_of(records))
+            written = write_rollouts(target, _rollouts_of(records, counts))
     except (_Refused, ReplayError, OSError) as error:
         typer.echo(printable(f"rlreplay: {error}; {target} was not written"), err=True)
         raise typer.Exit(2 if isinstance(error, OSError) else 1) from None
     with _output():
-        print(printable(f"{count:,} rollout{'' if count == 1 else 's'} in {target}"))
+        text = f"{written:,} rollout{'' if written == 1 else 's'} in {target}"
+        if counts["unfinished"]:
+            text += f", {counts['unfinished']:,} unfinished (finish_reason is null: chunks?)"
+        print(printable(text))
 
 
 class _Refused(Exception):
     """A record that cannot be converted, with its place."""
 
 
-def _rollouts_of(records: Iterable[Record]) -> Iterator[Rollout]:
+def _rollouts_of(records: Iterable[Record], counts: Counter[str]) -> Iterator[Rollout]:
+    """The rollouts, up to a problem; `counts` is told how many are `unfinished`."""
     for record in records:
         if isinstance(record, Problem):
             raise _Refused(f"{record.place}: {record.error}")
+        counts["unfinished"] += record.unfinished
         yield record.rollout
 
 

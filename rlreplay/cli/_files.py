@@ -1,6 +1,6 @@
 """Files as a stream of records: JSONL of engine payloads, Arrow and Parquet.
 
-One line, or one group of a columnar file, is in memory at a time.
+One line (of `MAX_LINE_BYTES` at most), or one group of a columnar file, is in memory at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from rlreplay.sampling_mask import check_ids_below
 
 Advance = Callable[[int], None]
 
-MAX_LINE_BYTES = 1 << 28  # a response of 100,000 tokens with 300 ids each is below it
+# A response of 32,000 tokens with 250 ids each is below it. What a line is parsed to may take some
+# 30 times its size (`[{"":0},{"":0},…]`).
+MAX_LINE_BYTES = 1 << 26
 COLUMNAR = (".arrow", ".parquet")
 _MAGIC = (b"PAR1", b"ARROW1")
 
@@ -105,10 +107,9 @@ def _line_records(path: Path, options: ReadOptions, advance: Advance) -> Iterato
         for number, (raw, size) in enumerate(_raw_lines(file), start=1):
             place = Place(str(path), number)
             if raw is None:
-                most = f"at most {MAX_LINE_BYTES} bytes"
-                yield Problem(
-                    place, "broken_json", missing("the line is no JSON", most, f"{size} bytes")
-                )
+                most = f"at most {MAX_LINE_BYTES:,} bytes"
+                problem = missing("the line is too long to be read", most, f"{size:,} bytes")
+                yield Problem(place, "broken_json", problem)
             else:
                 yield from records_of(raw, place, options)
             advance(size)

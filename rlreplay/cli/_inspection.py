@@ -158,6 +158,7 @@ class Inspection:
     files: list[str] = field(default_factory=list)
     responses: int = 0
     bad_responses: int = 0
+    unfinished: int = 0
     engines: Counter[str] = field(default_factory=Counter)
     found: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
@@ -173,6 +174,7 @@ class Inspection:
             self._find(record)
         else:
             self.responses += 1
+            self.unfinished += record.unfinished
             self.engines[record.engine or "stored"] += 1
             self._measure(record)
 
@@ -214,7 +216,11 @@ class Inspection:
         supports = self.supports
         return {
             "files": self.files,
-            "responses": {"read": self.responses, "bad": self.bad_responses},
+            "responses": {
+                "read": self.responses,
+                "bad": self.bad_responses,
+                "unfinished": self.unfinished,
+            },
             "producers": dict(sorted(self.engines.items())),
             "rows": {
                 "total": supports.rows + supports.outside_loss,

@@ -1,14 +1,21 @@
 """Lines of engine payloads to records.
 
 A line holds one engine response, or a list of them (a batch), bare or as
-`{"prompt_ids": …, "response": …}`. The prompt may also lie in the response itself, as `prompt_ids`
-or vLLM's `prompt_token_ids`.
+`{"prompt_ids": …, "response": …}`. The prompt may also lie in the response itself, in its choice or
+in their `meta_info`, as `prompt_ids` or vLLM's `prompt_token_ids`: wherever it is said, it must be
+the same. Null says nothing.
+
+Each response is taken for a whole one. The chunks of a stream are not put together
+(`rlreplay.engines` does that): one that can be read counts as a response, and as unfinished where
+its `finish_reason` is null.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -27,12 +34,13 @@ from rlreplay.cli._records import (
 from rlreplay.diagnostics import Float64Array
 from rlreplay.engines import sglang, slime, vllm
 from rlreplay.errors import ReplayError
-from rlreplay.rollout import Rollout
-from rlreplay.sampling_mask import float_array, integer_array, shown
+from rlreplay.rollout import Rollout, prompt_array
+from rlreplay.sampling_mask import IntArray, float_array, integer_array, shown
 
 _SLIME_FIELDS = (
     "top_p_token_ids", "top_p_kept_token_ids", "top_p_token_offsets", "top_p_kept_token_offsets",
 )  # fmt: skip
+_PROMPT_FIELDS = ("prompt_ids", "prompt_token_ids")
 _ANOTHER_PROMPT = "the response would be scored after another prompt"
 _STAND_IN = (0,)  # the prompt of a payload that names none: nothing is said about prompts then
 
@@ -51,43 +59,53 @@ def records_of(raw: bytes, place: Place, options: ReadOptions) -> Iterator[Recor
     except ReplayError as error:
         yield refused(place, error)
         return
-    if not bodies:
-        yield Problem(place, "empty", missing("the line holds no response", "at least one", "none"))
     index = 0
-    for body, prompt in bodies:
-        for record in _responses(body, prompt, options, place, index):
+    for body, prompts in bodies:
+        for record in _responses(body, prompts, options, place, index):
             yield record
             index += 1
+    if not index:
+        yield Problem(place, "empty", missing("the line holds no response", "at least one", "none"))
 
 
 def _parsed(raw: bytes) -> Any:
     try:
-        return json.loads(raw)
+        return json.loads(raw, object_pairs_hook=_object)
     except json.JSONDecodeError as error:  # its own "line 2" is the end of this one
         got = f"{error.msg} at character {error.pos} of {len(error.doc)}"
-    except (ValueError, RecursionError) as error:  # no UTF-8, too long a number, too deep
+    except (ValueError, RecursionError) as error:  # no UTF-8, long number, key twice, too deep
         got = str(error)
-    raise missing("the line is no JSON", "one JSON value", got)
+    raise missing("the line is no JSON", "one JSON value, without a key twice in an object", got)
 
 
-def _bodies(payload: Any) -> list[tuple[Any, Any]]:
-    """(body, prompt ids or None) of each response in a line."""
-    body, prompts = payload, None
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of its pairs, of which Python's own reader would keep the last for each key."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {ascii(key)[:40]} {count} times in one object")
+    return fields
+
+
+def _bodies(payload: Any) -> Iterable[tuple[Any, tuple[Any, ...]]]:
+    """(body, the prompts given beside it) of each response in a line."""
+    body, given = payload, []
     if isinstance(payload, dict) and "response" in payload and not _known(payload):
-        body, prompts = payload["response"], payload.get("prompt_ids")
+        body, given = payload["response"], _said_prompts(payload)
     listed = body if isinstance(body, list) else [body]
-    pairs = zip(listed, _prompts(prompts, len(listed)), strict=True)
-    return [(part, _own_prompt(part) if prompt is None else prompt) for part, prompt in pairs]
+    columns = [_prompts(each, len(listed)) for each in given]
+    prompts = zip(*columns, strict=True) if columns else itertools.repeat((), len(listed))
+    return zip(listed, prompts, strict=True)
 
 
 def _known(fields: dict[str, Any]) -> bool:
     return "meta_info" in fields or "choices" in fields
 
 
-def _prompts(prompts: Any, count: int) -> list[Any]:
+def _prompts(prompts: Any, count: int) -> Iterable[Any]:
     """A prompt for each of `count` responses: of a list with one each, or one for all."""
     if not (isinstance(prompts, list) and prompts and isinstance(prompts[0], list)):
-        return [prompts] * count
+        return itertools.repeat(prompts, count)
     if len(prompts) != count:
         raise ReplayError(
             "prompts and responses differ in number",
@@ -98,16 +116,17 @@ def _prompts(prompts: Any, count: int) -> list[Any]:
     return prompts
 
 
-def _own_prompt(body: Any) -> Any:
-    fields = body if isinstance(body, dict) else {}
-    return fields.get("prompt_ids", fields.get("prompt_token_ids"))
+def _said_prompts(fields: Any) -> list[Any]:
+    """What an object says that the prompt is: nothing by a field that is absent or null."""
+    held = fields if isinstance(fields, dict) else {}
+    return [held[name] for name in _PROMPT_FIELDS if held.get(name) is not None]
 
 
 # Responses
 
 
 def _responses(
-    body: Any, prompt: Any, options: ReadOptions, place: Place, first: int
+    body: Any, prompts: tuple[Any, ...], options: ReadOptions, place: Place, first: int
 ) -> Iterator[Record]:
     """A record for each response of a body; one for the body where it cannot be taken apart."""
     try:
@@ -120,17 +139,19 @@ def _responses(
     except ReplayError as error:
         yield refused(place.at(first), error, "invalid")
         return
-    if not parts:
+    if body.get("choices") == []:
         empty = missing("the response holds no choice", "at least one", "none")
         yield Problem(place.at(first), "empty", empty)
     for index, part in enumerate(parts, start=first):
         try:
-            rollout = _load(engine, part, prompt, options)
+            rollout = _load(engine, part, _prompt_of(part, prompts), options)
         except ReplayError as error:
             yield refused(place.at(index), error)
         else:
-            mass = _log_kept_mass(part, rollout) if engine == "sglang" else None
-            yield Response(place.at(index), rollout, engine, mass)
+            fields = _fields_of(engine, part)
+            mass = _log_kept_mass(fields, rollout) if engine == "sglang" else None
+            unfinished = fields.get("finish_reason", "not told") is None
+            yield Response(place.at(index), rollout, engine, mass, unfinished)
 
 
 def _engine_of(body: Any) -> Engine:
@@ -150,7 +171,7 @@ def _engine_of(body: Any) -> Engine:
     )
 
 
-def _single_choices(body: Any) -> list[dict[str, Any]]:
+def _single_choices(body: Any) -> Iterable[dict[str, Any]]:
     """The body, or a body for each of its choices: one that is bad spoils no other."""
     if not isinstance(body, dict):
         raise missing("the response is no payload", "an object", shown(body))
@@ -158,7 +179,33 @@ def _single_choices(body: Any) -> list[dict[str, Any]]:
         return [body]
     if not isinstance(body["choices"], list):
         raise missing("choices has the wrong type", "a list", shown(body["choices"]))
-    return [{**body, "choices": [choice]} for choice in body["choices"]]
+    return ({**body, "choices": [choice]} for choice in body["choices"])
+
+
+def _prompt_of(body: dict[str, Any], given: tuple[Any, ...]) -> Any:
+    """What is given beside a body of one choice at most, and what it says itself; None if nothing.
+
+    Raises:
+        ReplayError: two of them differ, or are no prompts to compare.
+    """
+    said = [*given]
+    for holder in (body, *body.get("choices", ())):
+        said += _said_prompts(holder)
+        said += _said_prompts(holder.get("meta_info")) if isinstance(holder, dict) else ()
+    for other in said[1:]:
+        first, second = prompt_array(said[0]), prompt_array(other)
+        if not np.array_equal(first, second):
+            raise ReplayError(
+                "the payload says two prompts",
+                expected="the same ids in every prompt_ids and prompt_token_ids",
+                got=f"{_told_ids(first)} and {_told_ids(second)}",
+                consequence=_ANOTHER_PROMPT,
+            )
+    return said[0] if said else None
+
+
+def _told_ids(ids: IntArray) -> str:
+    return f"{ids.size} ids {str(ids.tolist())[:40]}"
 
 
 def _load(engine: Engine, body: dict[str, Any], prompt: Any, options: ReadOptions) -> Rollout:
@@ -201,10 +248,16 @@ def _without_prompt_length(body: dict[str, Any]) -> dict[str, Any]:
     return cut
 
 
-def _log_kept_mass(body: dict[str, Any], rollout: Rollout) -> Float64Array | None:
+def _fields_of(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
+    """Where a body that was loaded says how its response ended: `meta_info`, or vLLM's choice."""
+    chosen = engine != "slime" and "choices" in body
+    holder: dict[str, Any] = body["choices"][0] if chosen else body
+    return holder if engine == "vllm" else holder["meta_info"]
+
+
+def _log_kept_mass(meta: dict[str, Any], rollout: Rollout) -> Float64Array | None:
     """Full-vocabulary log-prob less support log-prob of each sampled token; None if not told."""
-    holder = body["choices"][0] if "choices" in body else body
-    entries = holder["meta_info"].get("output_token_logprobs")
+    entries = meta.get("output_token_logprobs")
     if rollout.rollout_log_probs is None or not isinstance(entries, list):
         return None
     entries = entries[: len(rollout)]  # an uncommitted token was dropped on request

@@ -82,12 +82,14 @@ class Response:
         engine: the producer of its payload; None in columnar files.
         log_kept_mass: float64 `[n]`, log of the full-vocabulary mass that the engine gave to each
             support; None where the payload does not tell.
+        unfinished: the payload says that the response goes on (its `finish_reason` is null).
     """
 
     place: Place
     rollout: Rollout
     engine: Engine | None = None
     log_kept_mass: Float64Array | None = None
+    unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)

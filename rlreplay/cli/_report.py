@@ -38,6 +38,10 @@ def _numbers(report: dict[str, Any]) -> Table:
     responses = report["responses"]
     read = f"{responses['read']:,} read" + (f" ({producers})" if producers else "")
     table.add_row("responses", read + (f", {responses['bad']:,} bad" if responses["bad"] else ""))
+    if responses["unfinished"]:
+        table.add_row(
+            "  unfinished", f"{responses['unfinished']:,} (finish_reason is null: chunks?)"
+        )
     _add_rows(table, report["rows"])
     _add_sizes(table, report["support_size"])
     entropy = report["support_entropy"]

@@ -32,6 +32,7 @@ from rlreplay import (
 from rlreplay.cli import _app, _files, _records
 from rlreplay.cli._files import read_records
 from rlreplay.cli._inspection import Inspection, SizeProfile, printable
+from rlreplay.cli._payloads import records_of
 from rlreplay.cli._records import Place, Problem, ReadOptions, Response
 from rlreplay.engines import sglang, slime, vllm
 from tests.fast.payloads import ANSWERS, DATA, Drawn, drawn_responses, fixture, spoiled
@@ -132,7 +133,7 @@ def test_fixtures_are_sound_and_told_by_their_shape(file, name):
 
     count = len(payload["response"]) if isinstance(payload["response"], list) else 1
     assert found["producers"] == {PRODUCERS[name]: count}
-    assert found["responses"] == {"read": count, "bad": 0}
+    assert found["responses"] == {"read": count, "bad": 0, "unfinished": 0}
     assert report(file(payload), "--engine", PRODUCERS[name]) == found
 
 
@@ -273,7 +274,8 @@ def test_columnar_files_are_held_to_the_vocabulary(
 
     assert report(path, "--vocab-size", 13)["responses"]["read"] == 3
     assert findings(path, "--vocab-size", 12) == [("invalid", None, 1, row)]
-    assert report(path, "--vocab-size", 12, code=1)["responses"] == {"read": 2, "bad": 1}
+    found = report(path, "--vocab-size", 12, code=1)["responses"]
+    assert (found["read"], found["bad"]) == (2, 1)
     text = run("convert", path, target, "--vocab-size", 12, code=1).output
     assert "response 1" in text
     assert not target.exists()
@@ -402,6 +404,15 @@ BAD_LINES = {
     "two values": (b"{} {}", "broken_json", None, None),
     "deep": (b"[" * 100_000, "broken_json", None, None),
     "long number": (b"9" * 10_000, "broken_json", None, None),
+    "a key twice": (
+        b'{"prompt_ids": [1], "prompt_ids": [2], ' + json.dumps(sglang_payload(ONE)).encode()[1:],
+        "broken_json", None, None),
+    "a key twice, deep inside": (
+        json.dumps(sglang_payload(ONE)).encode()[:-2] + b', "prompt_tokens": 2}}',
+        "broken_json", None, None),
+    "prompts beside the response that differ": (
+        {"prompt_ids": [1, 2], "prompt_token_ids": [2, 1], "response": sglang_payload(ONE)},
+        "invalid", 0, None),
     "a number": (b"7", "unknown_producer", 0, None),
     "an unknown object": ({"text": "hello"}, "unknown_producer", 0, None),
     "no response": ([], "empty", None, None),
@@ -475,6 +486,116 @@ def test_a_declared_prompt_is_checked(file):
     assert findings(path) == [("invalid", 2, 0, None), ("invalid", 3, 0, None)]
 
 
+def payloads_that_say_a_prompt(prompt, beside=None):
+    """Each place where a payload may say `prompt`, where `beside` is said beside its response."""
+    sg, vl = sglang_payload(ONE), {"token_ids": ONE.tokens, "sampling_mask": ONE.supports}
+    vl["finish_reason"] = "stop"
+    bodies = {
+        "sglang": {**sg, "prompt_ids": prompt},
+        "sglang, vLLM's name": {**sg, "prompt_token_ids": prompt},
+        "sglang, meta_info": sglang_payload(ONE, prompt_token_ids=prompt),
+        "sglang, chat": {**chat([sg]), "prompt_ids": prompt},
+        "sglang, chat, meta_info": chat([sglang_payload(ONE, prompt_token_ids=prompt)]),
+        "vllm": {"prompt_token_ids": prompt, "choices": [vl]},
+        "vllm, our name": {"prompt_ids": prompt, "choices": [vl]},
+        "vllm, choice": {"choices": [{**vl, "prompt_token_ids": prompt}]},
+    }
+    lines = {name: {"prompt_ids": beside, "response": body} for name, body in bodies.items()}
+    batch = {"prompt_ids": [beside], "response": [bodies["sglang"]]}
+    return lines | {
+        "batch": batch,
+        "beside": {"prompt_ids": beside, "prompt_token_ids": prompt, "response": sg},
+        "bare": {**sg, "prompt_ids": beside, "prompt_token_ids": prompt},
+        "bare, vllm": {"prompt_ids": beside, "prompt_token_ids": prompt, "choices": [vl]},
+    }
+
+
+@pytest.mark.parametrize("name", payloads_that_say_a_prompt(None))
+def test_a_prompt_that_is_said_twice_must_be_the_same(file, tmp_path, storage, name):
+    target = tmp_path / "out.arrow"
+    differs = file(payloads_that_say_a_prompt([2, 1], beside=ONE.prompt)[name])
+    assert findings(differs) == [("invalid", 1, 0, None)]
+    assert "two prompts" in run("convert", differs, target, code=1).output
+    assert not target.exists()
+
+    for beside in (ONE.prompt, None) if name != "batch" else (ONE.prompt,):  # null says nothing
+        same = file(payloads_that_say_a_prompt(ONE.prompt, beside)[name])
+        assert report(same)["responses"]["read"] == 1
+        run("convert", same, target, "--overwrite", code=0)
+        (rollout,) = storage.iter_rollouts(target)
+        assert rollout.prompt_ids.tolist() == ONE.prompt
+
+    null = file(payloads_that_say_a_prompt(None, ONE.prompt)[name])
+    assert report(null)["responses"]["read"] == 1
+    run("convert", null, target, "--overwrite", code=0)
+
+
+@pytest.mark.parametrize("odd", [[], [[1, 2]], "12", 1, [1.5], {}, False])
+def test_a_second_prompt_that_is_none_is_refused(file, odd):
+    payload = {"prompt_ids": ONE.prompt, "response": {**sglang_payload(ONE), "prompt_ids": odd}}
+
+    assert findings(file(payload)) == [("invalid", 1, 0, None)]
+
+
+def test_each_response_of_a_batch_has_its_own_prompt_said_twice(file):
+    prompts, wrong = [[1, 2], [3, 4]], [[1, 2], [4, 3]]
+    bodies = [{**sglang_payload(ONE), "prompt_ids": prompt} for prompt in prompts]
+
+    assert report(file({"prompt_ids": prompts, "response": bodies}))["responses"]["read"] == 2
+    two = {"prompt_ids": prompts, "prompt_token_ids": wrong, "response": [sglang_payload(ONE)] * 2}
+    for line in ({"prompt_ids": wrong, "response": bodies}, two):
+        assert findings(file(line)) == [("invalid", 1, 1, None)]
+
+
+def test_the_key_that_is_there_twice_is_named(file):
+    (found,) = report(file(BAD_LINES["a key twice"][0]), code=1)["findings"]["first"]
+
+    assert "'prompt_ids' 2 times" in found["message"]
+
+
+@pytest.mark.parametrize("name", ["sglang_stream_cumulative.jsonl", "sglang"])
+def test_chunks_are_told_to_be_unfinished(file, tmp_path, storage, name):
+    if name == "sglang":
+        ends = [None, None, {"type": "stop"}]
+        chunks = [sglang_payload(ONE, finish_reason=end) for end in ends]
+    else:
+        chunks = [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+    ends = [chunk["meta_info"]["finish_reason"] for chunk in chunks]
+    path = file(*({"prompt_ids": [1] * c["meta_info"]["prompt_tokens"], **c} for c in chunks))
+
+    unfinished = ends.count(None)
+    assert 0 < unfinished < len(chunks)
+    counts = {"read": len(chunks), "bad": 0, "unfinished": unfinished}
+    assert report(path)["responses"] == counts
+    assert f"unfinished {unfinished} (finish_reason is null" in plain("inspect", path)
+    text = run("convert", path, tmp_path / "out.arrow", code=0).output
+    assert f"{unfinished} unfinished" in text
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCERS if "abort" not in name])
+def test_every_producer_may_leave_a_response_unfinished(file, name):
+    payload = sound(name)
+    body = payload["response"][0] if isinstance(payload["response"], list) else payload["response"]
+    holder = body["choices"][0] if "choices" in body else body["meta_info"]
+    bodies = [body, chat([body])] if PRODUCERS[name] == "sglang" else [body]
+
+    def unfinished():
+        return report(file(*bodies))["responses"]["unfinished"]
+
+    assert unfinished() == 0
+    holder["finish_reason"] = None
+    assert unfinished() == len(bodies)
+    del holder["finish_reason"]  # says nothing
+    assert unfinished() == 0
+
+
+def test_whole_responses_are_not_called_unfinished(file, tmp_path, storage):
+    path = file({**sglang_payload(ONE), "prompt_ids": ONE.prompt})
+
+    assert "unfinished" not in plain("inspect", path)
+    assert "unfinished" not in run("convert", path, tmp_path / "out.arrow", code=0).output
+
+
 def test_engine_options_reach_the_loaders(file):
     slipped = sglang_payload(ONE, finish_reason={"type": "abort"})
     slipped = {**slipped, "output_ids": [*ONE.tokens, 5]}
@@ -542,7 +663,49 @@ def test_a_line_beyond_the_limit_is_found_and_skipped(file, monkeypatch):
     path = file(good, b"1" * limit, good, b"1" * (5 * limit), good)
 
     assert findings(path) == [("broken_json", 2, None, None), ("broken_json", 4, None, None)]
-    assert report(path, code=1)["responses"]["read"] == 3
+    found = report(path, code=1)
+    assert found["responses"]["read"] == 3
+    assert f"at most {limit:,} bytes" in found["findings"]["first"][0]["message"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_the_help_names_the_limit_of_a_line(command):
+    assert f"exceed {_files.MAX_LINE_BYTES >> 20} MiB" in plain(command, "--help", code=0)
+
+
+def test_a_long_response_is_below_the_limit():
+    supports = [[151_935] * 250] * 32_000
+    payload = sglang_payload(Drawn([1], [], [], [], "stop"))
+    payload["output_ids"] = [151_935] * 32_000
+    payload["meta_info"]["output_token_sampling_mask"] = supports
+    payload["meta_info"]["output_token_sampling_logprobs"] = [-0.123456789012345] * 32_000
+
+    assert len(json.dumps(payload)) <= _files.MAX_LINE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("head", "tail"),
+    [(b"[", b"]"), (b'{"choices": [', b"]}"), (b'{"prompt_ids": [1], "response": [', b"]}")],
+)
+def test_the_responses_of_a_line_are_taken_apart_one_by_one(head, tail):
+    """What is held beside the parsed line does not grow with it."""
+
+    def beside(count):
+        raw = head + b",".join([b"[]"] * count) + tail
+        tracemalloc.start()
+        try:
+            payload = json.loads(raw)
+            parsed = tracemalloc.get_traced_memory()[1]
+            del payload
+            tracemalloc.reset_peak()
+            records = sum(1 for _ in records_of(raw, Place("a", 1), ReadOptions()))
+            assert records == count
+            return tracemalloc.get_traced_memory()[1] - parsed
+        finally:
+            tracemalloc.stop()
+
+    beside(4000)  # caches fill
+    assert beside(4000) <= beside(10) + 4000 * 8
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
@@ -562,7 +725,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         finally:
             tracemalloc.stop()
 
-    peak(20)  # caches fill
+    peak(2000)  # caches fill
     assert peak(2000) <= peak(20) + len(line)
 
 

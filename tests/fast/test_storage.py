@@ -327,6 +327,17 @@ def test_a_file_that_is_replaced_stays_whole_for_its_readers(files):
     assert read_rollouts(path) == ROLLOUTS[::-1]
 
 
+@every_kind
+def test_a_file_that_is_cut_while_it_is_read_unmapped_is_refused(files, ending, options):
+    """As `memory_map` says; what is mapped would kill the process."""
+    path = files(ending=ending, per_group=1, **options)
+    rollouts = iter_rollouts(path, memory_map=False)
+    assert next(rollouts) == ROLLOUTS[0]
+    os.truncate(path, 8)
+    with refused("damaged"):
+        list(rollouts)
+
+
 # Atomic
 
 
