@@ -54,13 +54,8 @@ class IdSegments:
         """`starts` in host memory; on a GPU the host waits for it, once."""
         return self.starts.cpu().numpy()
 
-    @property
-    def num_partials(self) -> int:
-        """Pieces of columns that have several."""
-        return int(self.host_split_starts[-1])
-
-    def batches(self, most_partials: int) -> Iterator[tuple[slice, slice]]:
-        """Runs of pieces and the columns of several pieces in them, without a sync.
+    def batches(self, most_partials: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Runs of pieces, the columns of several pieces in them, and their slots; without a sync.
 
         All pieces, in order; no column is cut, and the columns of a run have no more than
         `most_partials` partial sums, but where one alone has more.
@@ -71,7 +66,11 @@ class IdSegments:
             fitting = np.searchsorted(starts, starts[column] + most_partials, side="right") - 1
             end = min(count, max(column + 1, int(fitting)))
             end_piece = int(self.host_split_pieces[end])
-            yield slice(piece, end_piece), slice(column, end)
+            yield (
+                slice(piece, end_piece),
+                slice(column, end),
+                slice(int(starts[column]), int(starts[end])),
+            )
             column, piece = end, end_piece
 
     @classmethod

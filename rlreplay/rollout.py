@@ -253,7 +253,7 @@ class Rollout:
             rollout_log_probs=None if log_probs is None else log_probs[:keep],
             support_log_probs=None if support is None else support[:num_ids],
             loss_mask=self.loss_mask[:keep],
-            weight_versions=_cut_spans(self.weight_versions, keep),
+            weight_versions=cut_spans(self.weight_versions, keep),
             finish_reason=finish_reason,
         )
 
@@ -425,24 +425,30 @@ def _joined_spans(
         for turn in turns
         for span in turn.weight_versions
     ]
-    spans: list[tuple[str, int, int]] = []
-    for version, end in ends:
-        start = spans[-1][2] if spans else 0
-        if spans and spans[-1][0] == version:
-            spans[-1] = (version, spans[-1][1], end)
-        elif end > start:
-            spans.append((version, start, end))
+    starts = [0, *(end for _, end in ends)]
+    spans = united_spans(
+        (version, start, end)
+        for start, (version, end) in zip(starts, ends, strict=False)
+        if end > start
+    )
     # Tokens after the last span can only be those before a last turn without a response.
     version, start, _ = spans[-1] if spans else (ends[-1][0], 0, 0)
     return [*spans[:-1], (version, start, n)]
 
 
-def _cut_spans(spans: Iterable[WeightVersionSpan], n: int) -> list[tuple[str, int, int]]:
-    return [
-        (span.version, span.start, min(span.end, n))
-        for span in spans
-        if span.start < max(n, 1)  # a response without tokens keeps its first version
-    ]
+def cut_spans(spans: Iterable[tuple[str, int, int]], n: int) -> list[tuple[str, int, int]]:
+    """The spans of the first `n` rows; a response without tokens keeps its first version."""
+    return [(version, start, min(end, n)) for version, start, end in spans if start < max(n, 1)]
+
+
+def united_spans(spans: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """The spans with neighbours of one version made one."""
+    united: list[tuple[str, int, int]] = []
+    for version, start, end in spans:
+        if united and united[-1][0] == version:
+            start = united.pop()[1]
+        united.append((version, start, end))
+    return united
 
 
 def _stop_strings(stop: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rlreplay.errors import MissingMaskError, ReplayError
-from rlreplay.rollout import Rollout, prompt_array, token_array
+from rlreplay.rollout import Rollout, cut_spans, prompt_array, token_array, united_spans
 from rlreplay.sampling_mask import (
     FloatArray,
     IntArrayLike,
@@ -160,6 +160,26 @@ def check_agrees(name: str, declared: int | None, actual: int, what: str) -> Non
         )
 
 
+def check_chunk_lengths(
+    name: str,
+    columns: Iterable[Sequence[Any] | None],
+    ends: Sequence[int],
+    sizes: Sequence[int],
+    what: str,
+) -> None:
+    """Refuse chunks of a stream that do not hold a value for each of their own rows.
+
+    Args:
+        columns: what each chunk holds, None where it does not carry the field.
+        ends: rows up to each chunk's end.
+        sizes: rows that each chunk holds.
+    """
+    for index, (column, end, size) in enumerate(zip(columns, ends, sizes, strict=True)):
+        if column is not None:
+            with rows_from(end - size):
+                check_agrees(f"{name} of chunk {index}", len(column), size, what)
+
+
 def check_prompt_length(name: str, declared: int | None, prompt_ids: Any) -> None:
     """Refuse a declared prompt length that is not the length of `prompt_ids`."""
     actual = prompt_array(prompt_ids).size
@@ -247,7 +267,7 @@ def weight_spans(fields: dict[str, Any], n: int, *, clip: bool = False) -> list[
     if listed is None:
         return [] if newest is None else [(newest, 0, n)]
     entries = [mapping(entry, "a weight-version span") for entry in sequence(listed, "spans")]
-    spans = [(entry.get("version"), entry.get("start"), entry.get("end")) for entry in entries]
+    spans: list[Span] = [(e.get("version"), e.get("start"), e.get("end")) for e in entries]
     if spans and newest is not None and not same_value(spans[-1][0], newest):
         raise ReplayError(
             "weight_version is not the newest of weight_versions",
@@ -257,7 +277,7 @@ def weight_spans(fields: dict[str, Any], n: int, *, clip: bool = False) -> list[
         )
     if clip and spans:
         check_spans(spans, "weight_versions", n, n + 1)
-        spans = _cut_spans(spans, n)
+        spans = cut_spans(spans, n)
     return spans
 
 
@@ -285,7 +305,7 @@ def check_same_spans(listed: Sequence[tuple[int, Sequence[Span], int]]) -> None:
     `listed` holds (chunk, spans, rows so far), the spans as `check_spans` lets them pass.
     """
     for (_, before, rows), (index, after, _) in itertools.pairwise(listed):
-        old, new = _united(_cut_spans(before, rows)), _united(_cut_spans(after, rows))
+        old, new = united_spans(cut_spans(before, rows)), united_spans(cut_spans(after, rows))
         for said, says in zip(old, new, strict=False) if rows else ():
             if said != says:
                 row = said[1] if said[0] != says[0] else min(said[2], says[2])
@@ -293,21 +313,6 @@ def check_same_spans(listed: Sequence[tuple[int, Sequence[Span], int]]) -> None:
                 raise ReplayError(
                     problem, expected=shown(said), got=shown(says), consequence=_CHARGED, row=row
                 )
-
-
-def _cut_spans(spans: Sequence[Span], n: int) -> list[Span]:
-    """The spans of the first `n` rows."""
-    return [(v, start, min(end, n)) for v, start, end in spans if start < n or start == n == 0]
-
-
-def _united(spans: Sequence[Span]) -> list[Span]:
-    """The spans with neighbours of one version made one."""
-    united: list[Span] = []
-    for version, start, end in spans:
-        if united and united[-1][0] == version:
-            start = united.pop()[1]
-        united.append((version, start, end))
-    return united
 
 
 def _bad_spans(name: str, expected: str, got: str, row: int) -> ReplayError:

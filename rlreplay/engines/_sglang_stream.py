@@ -10,6 +10,7 @@ from typing import Any
 from rlreplay.engines._common import (
     Span,
     check_agrees,
+    check_chunk_lengths,
     check_prefix,
     check_same_request,
     check_same_spans,
@@ -20,7 +21,6 @@ from rlreplay.engines._common import (
     mapping,
     optional_count,
     reason_of,
-    rows_from,
     same_value,
     sequence,
     stream_error,
@@ -166,11 +166,8 @@ def _join(columns: list[tuple[list[Any] | None, list[Any]]], name: str) -> list[
 
 def _merged(parts: list[_Chunk], whole: _Chunk, ends: list[int]) -> dict[str, Any]:
     """The stream as the payload of one response; `ends` are the rows up to each chunk's end."""
-    for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
-        if part.log_probs is not None:
-            with rows_from(end - part.size):
-                name = f"{LOG_PROBS} of chunk {index}"
-                check_agrees(name, len(part.log_probs), part.size, "its rows")
+    sizes = [part.size for part in parts]
+    check_chunk_lengths(LOG_PROBS, [part.log_probs for part in parts], ends, sizes, "its rows")
     meta = {**whole.meta, MASK: whole.rows, LOG_PROBS: whole.log_probs}
     spans = _spans_of_chunks(parts, ends)
     if spans is not None:

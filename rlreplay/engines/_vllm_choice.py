@@ -26,6 +26,7 @@ from rlreplay.sampling_mask import (
     check_ids_below,
     float_array,
     integer_array,
+    is_iterable,
     shown,
 )
 
@@ -140,9 +141,7 @@ def log_prob_entries(logprobs: Any) -> list[Any] | None:
         logprobs = logprobs.get("content")
     if logprobs is None:
         return None
-    # Text, ranges and views are sequences too, of nothing that could be an entry.
-    opaque = isinstance(logprobs, str | bytes | range | memoryview)
-    if opaque or not isinstance(logprobs, Sequence):
+    if not is_iterable(logprobs) or not isinstance(logprobs, Sequence):
         wrong_type("logprobs", "a list with an entry for each token", logprobs)
     return list(logprobs)
 

@@ -17,7 +17,7 @@ import torch
 
 from rlreplay.engines._common import (
     SHIFTED,
-    check_agrees,
+    check_chunk_lengths,
     check_prefix,
     check_same_request,
     check_same_spans,
@@ -92,7 +92,8 @@ def merge_chunks(
     whole = _last(parts) if cumulative else _joined(parts)
     sizes = [part.size for part in parts]
     ends = sizes if cumulative else list(itertools.accumulate(sizes))
-    _check_log_probs(parts, ends)
+    log_probs = [part.log_probs for part in parts]
+    check_chunk_lengths("logprobs", log_probs, ends, sizes, "its token_ids")
     return {
         "token_ids": whole.tokens,
         "sampling_mask": whole.mask,
@@ -198,18 +199,6 @@ def _csr_of(part: _Part) -> tuple[IntArray, IntArray] | None:
     if ends.size != part.size + 1 or ends[0] != 0 or ends[-1] != flat.size:
         read_mask(part.mask, part.size)
     return flat, ends
-
-
-def _check_log_probs(parts: list[_Part], ends: list[int]) -> None:
-    """Refuse log-probs that are not as many as the tokens of their own chunk.
-
-    `ends` are the rows up to each chunk's end.
-    """
-    for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
-        if part.log_probs is not None:
-            with rows_from(end - part.size):
-                name = f"logprobs of chunk {index}"
-                check_agrees(name, len(part.log_probs), part.size, "its token_ids")
 
 
 def _last_versions(parts: list[_Part], ends: list[int]) -> Any:

@@ -29,7 +29,6 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from rlreplay.id_segments import IdSegments
 from rlreplay.kernels.rows import accumulator
 from rlreplay.plan import ReplayPlan
 
@@ -116,10 +115,9 @@ def weight_gradient(
     blocks = triton.cdiv(width, block)
     acc, sorted_grad = accumulator(hidden.dtype), grad[segments.order]
     batches = list(segments.batches(max(1, _PARTIAL_BYTES // (acc.itemsize * width))))
-    most = max(_num_partials(segments, columns) for _, columns in batches)
+    most = max(slots.stop - slots.start for *_, slots in batches)
     partials = torch.empty(most, width, dtype=acc, device=hidden.device)
-    for pieces, columns in batches:
-        first_slot = int(segments.host_split_starts[columns.start])
+    for pieces, columns, slots in batches:
         _weight_gradient_kernel[(pieces.stop - pieces.start, blocks)](
             sorted_grad,
             hidden,
@@ -129,7 +127,7 @@ def weight_gradient(
             segments.piece_columns,
             segments.piece_slots,
             pieces.start,
-            first_slot,
+            slots.start,
             partials,
             out,
             out.stride(0),
@@ -146,7 +144,7 @@ def weight_gradient(
             segments.split_starts,
             segments.split_columns,
             columns.start,
-            first_slot,
+            slots.start,
             out,
             out.stride(0),
             width,
@@ -155,11 +153,6 @@ def weight_gradient(
             BLOCK=block,
             num_warps=_GRADIENT_WARPS,
         )
-
-
-def _num_partials(segments: IdSegments, columns: slice) -> int:
-    starts = segments.host_split_starts
-    return int(starts[columns.stop] - starts[columns.start])
 
 
 def _block(width: int, most: int) -> int:

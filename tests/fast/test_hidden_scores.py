@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -85,7 +86,7 @@ def test_segments_hold_every_entry_once_by_column_and_row(ids: list[int], piece:
         assert {ids[n] for n in order[first:last]} == {column}
         assert (slot >= 0) == (ids.count(column) > piece)
         slots += [slot] if slot >= 0 else []
-    assert slots == list(range(segments.num_partials))
+    assert slots == list(range(segments.host_split_starts[-1]))
     assert bounds[-1] == len(ids)
     several = [c for c in sorted(set(ids)) if ids.count(c) > piece]
     assert segments.split_columns.tolist() == several
@@ -93,8 +94,7 @@ def test_segments_hold_every_entry_once_by_column_and_row(ids: list[int], piece:
     assert segments.split_starts.tolist() == np.cumsum([0, *partials]).tolist()
     assert segments.host_split_starts.tolist() == segments.split_starts.tolist()
     for most in (1, 4, 100):
-        batches = list(segments.batches(most))
-        pieces, columns = ([b[k] for b in batches] for k in (0, 1))
+        pieces, columns, _ = zip(*segments.batches(most), strict=True) if ids else ((),) * 3
         assert [p for s in pieces for p in range(s.start, s.stop)] == list(range(len(bounds) - 1))
         assert [c for s in columns for c in range(s.start, s.stop)] == list(range(len(several)))
         for own, held in zip(columns, pieces, strict=True):
@@ -192,71 +192,69 @@ def test_one_id_of_many_rows_takes_bounded_memory(monkeypatch: pytest.MonkeyPatc
     assert max(shape[0] for shape in made if len(shape) == 2) <= 7
 
 
-def test_one_part_has_logits_at_a_time_and_the_last_keeps_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    case = make_case("cpu", [(2, 13, "mixed")], 50)
-    layer = Layer.of(case, 6, torch.float32, bias=False)
-    linear, alive, most, rows = torch.nn.functional.linear, weakref.WeakSet(), [], []
+@dataclass
+class Made:
+    """The whole logits that are made: those in memory, the most at a time, the rows of each."""
+
+    alive: weakref.WeakSet[torch.Tensor] = field(default_factory=weakref.WeakSet)
+    most: int = 0
+    rows: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    linear, made = torch.nn.functional.linear, Made()
 
     def counted(*args: Any) -> torch.Tensor:
         logits = linear(*args)
-        alive.add(logits)
-        most.append(len(alive))
-        rows.append(len(logits))
+        made.alive.add(logits)
+        made.most = max(made.most, len(made.alive))
+        made.rows.append(len(logits))
         return logits
 
     monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    return made
+
+
+def test_one_part_has_logits_at_a_time_and_the_last_keeps_them(made: Made) -> None:
+    case = make_case("cpu", [(2, 13, "mixed")], 50)
+    layer = Layer.of(case, 6, torch.float32, bias=False)
     leaves = layer.leaves()
     max_bytes = 2 * 3 * 50 * 4
     scores = score_hidden(**leaves, plan=case.plan, scores=("entropy",), max_bytes=max_bytes)
     assert scores.entropy is not None
-    assert (rows, len(alive)) == ([1, 3, 3, 3, 3], 1)
+    assert (made.rows, len(made.alive)) == ([1, 3, 3, 3, 3], 1)
     torch.autograd.grad(scores.entropy.sum(), list(leaves.values()), retain_graph=True)
-    assert (rows[5:], len(alive)) == ([3, 3, 3, 1], 0)
+    assert (made.rows[5:], len(made.alive)) == ([3, 3, 3, 1], 0)
     torch.autograd.grad(scores.entropy.sum(), list(leaves.values()))
-    assert (rows[9:], len(alive)) == ([3, 3, 3, 3, 1], 0)
-    assert max(most) == 1
-
-
-@pytest.fixture
-def alive(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The whole logits that are in memory."""
-    linear, alive = torch.nn.functional.linear, weakref.WeakSet()
-
-    def counted(*args: Any) -> torch.Tensor:
-        logits = linear(*args)
-        alive.add(logits)
-        return logits
-
-    monkeypatch.setattr(torch.nn.functional, "linear", counted)
-    return alive
+    assert (made.rows[9:], len(made.alive)) == ([3, 3, 3, 3, 1], 0)
+    assert made.most == 1
 
 
 # Three rows a part. On the sparse path the parts are those of the unrestricted rows.
 @pytest.mark.parametrize(("kind", "path"), [("mixed", "chunked"), ("free", "sparse")])
-def test_each_call_keeps_one_part_until_its_backward(alive: Any, kind: Any, path: Any) -> None:
+def test_each_call_keeps_one_part_until_its_backward(made: Made, kind: Any, path: Any) -> None:
     case = make_case("cpu", [(2, 12, kind), (1, 2, "mixed")], 50, sizes=[3])
     layer = Layer.of(case, 6, torch.float32, bias=False)
     leaves = layer.leaves()
     options: Any = {"plan": case.plan, "path": path, "max_bytes": 2 * 3 * 50 * 4}
     calls = [score_hidden(**leaves, **options).log_probs for _ in range(3)]
-    assert sorted(len(logits) for logits in alive) == [3, 3, 3]
+    assert sorted(len(logits) for logits in made.alive) == [3, 3, 3]
     calls.pop().sum().backward()
-    assert len(alive) == 2
+    assert len(made.alive) == 2
     calls.clear()
-    assert len(alive) == 0
+    assert len(made.alive) == 0
     with torch.no_grad():
         score_hidden(**leaves, **options)
-    assert len(alive) == 0
+    assert len(made.alive) == 0
     log_probs = score_hidden(**leaves, **options, keep_logits=False).log_probs
-    assert len(alive) == 0
+    assert len(made.alive) == 0
     kept = torch.autograd.grad(score_hidden(**leaves, **options).log_probs.sum(), leaves["hidden"])
     again = torch.autograd.grad(log_probs.sum(), leaves["hidden"])
     assert torch.equal(*kept, *again)
 
 
-def test_under_checkpointing_nothing_is_kept(alive: Any) -> None:
+def test_under_checkpointing_nothing_is_kept(made: Made) -> None:
     case = make_case("cpu", [(2, 12, "mixed")], 50)
     leaves = Layer.of(case, 6, torch.float32, bias=False).leaves()
     options: Any = {"plan": case.plan, "path": "chunked", "max_bytes": 2 * 3 * 50 * 4}
@@ -268,11 +266,11 @@ def test_under_checkpointing_nothing_is_kept(alive: Any) -> None:
         return score_hidden(**leaves, **options, keep_logits=False).log_probs
 
     calls = [checkpoint(log_probs, use_reentrant=False) for _ in range(2)]
-    assert len(alive) == 0
+    assert len(made.alive) == 0
     for call in calls:
         gradients = torch.autograd.grad(call.sum(), list(leaves.values()))
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-    assert len(alive) == 0
+    assert len(made.alive) == 0
 
 
 @pytest.mark.parametrize("path", ["sparse", "chunked"])
